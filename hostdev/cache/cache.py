@@ -117,7 +117,7 @@ class EmbeddingCache:
         return self.planner.window
 
     def describe(self) -> str:
-        """Return what must be equal on all ranks, as text."""
+        """Return a description of the cache, which must be equal on all ranks."""
         return f"a cache that looks {self.window} batches ahead"
 
     def announce(self, ids: AnyIds, inverse: Positions) -> None:
@@ -168,7 +168,9 @@ class EmbeddingCache:
         return held
 
     def discard(self, is_unused: Callable[[AnyIds], npt.NDArray[np.bool_]]) -> None:
-        """After `write_back`, free the slots of rows that the table does not use any more; then call `refresh`.
+        """Free the slots of rows that the table no longer uses.
+
+        The caller must call `write_back` before, and `refresh` after.
 
         Args:
             is_unused: Returns whether each of these rows [N] is unused, bool [N].
@@ -332,7 +334,7 @@ class EmbeddingCache:
 
 
 class NoCache(EmbeddingCache):
-    """The cache of tables without one: it has no slots, and its methods do nothing."""
+    """Takes the place of a cache for tables that have none: it has no slots, and its methods do nothing."""
 
     def __init__(self) -> None:
         self.tables, self.slots = [], []
@@ -343,7 +345,7 @@ class NoCache(EmbeddingCache):
         return 0
 
     def describe(self) -> str:
-        """Return what must be equal on all ranks, as text."""
+        """Return a description of the cache, which must be equal on all ranks."""
         return "no cache"
 
     def stepped(self, plan: Plan, table: int, bring_back: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
 """The next use of each row in the announced batches, for the policy "nearest".
 
-Each announced batch has an array with the next batch that uses each of its ids. A batch writes its number there for the
-ids that occur in an earlier announced batch, which word BEFORE of a row's data leads to, and otherwise to the row's
-word NEXT. When a batch is planned, its array becomes the NEXT of its rows. This costs the same for any window.
+Each announced batch has an array: for each of its ids, the number of the next batch that uses the id. When a batch is
+announced, it writes its number for each of its ids into the array of the last announced batch with this id (at the
+position in word BEFORE of the row's data) or, if there is none, into word NEXT of the row's data. When a batch is
+planned, the values of its array become the words NEXT of its rows. The cost does not depend on the window.
 """
 
 from collections import deque
@@ -24,12 +25,12 @@ class NextUses:
     """The next uses of the rows of announced batches.
 
     Args:
-        window: Number of batches that may be announced beside the next one.
+        window: Number of batches that may be announced in addition to the next one to plan.
     """
 
     def __init__(self, window: int) -> None:
-        self._following: deque[npt.NDArray[np.int32]] = deque()  # by batch, the next batch that uses each id, or 0
-        self._places = np.zeros((window + 1, 2), np.int64)  # their addresses and lengths, by batch number modulo rows
+        self._following: deque[npt.NDArray[np.int32]] = deque()  # the batches' arrays; 0 if no next batch is announced
+        self._places = np.zeros((window + 1, 2), np.int64)  # their addresses and lengths, by batch modulo window + 1
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +51,7 @@ class NextUses:
         parallel_for(advance, len(positions), positions, following, rows, grain=_GRAIN)
 
     def clear(self) -> None:
-        """Forget all announced batches; `forget` must follow before another one is announced."""
+        """Forget all announced batches; the caller must call `forget` before it announces another batch."""
         self._following.clear()
         self._places[:] = 0
 
@@ -75,7 +76,7 @@ def announce(start: Any, stop: Any, positions: Any, now: Any, rows: Any, values:
         if last >= np.int64(now.number):
             before = np.uint64(rows[row, BEFORE])
             place = np.uint64(last) % np.uint64(len(places))
-            if before < np.uint64(places[place, 1]):  # but for batches that an interrupt has left behind
+            if before < np.uint64(places[place, 1]):  # not for a batch that an interrupted call has left in `rows`
                 array_at(places[place, 0], before + np.uint64(1), np.int32)[before] = number
         else:
             rows[row, NEXT] = number

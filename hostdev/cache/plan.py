@@ -24,8 +24,8 @@ class Plan(NamedTuple):
     admitted: Positions  # [A], cached from the end of the batch's step
     admitted_slots: Positions  # [A]: first free slots, then the slots of evicted rows, in the order of `evicted`
     passed: Positions  # [M], bypassing rows: looked up and updated on the host
-    evicted: AnyIds  # [E], rows that leave at the end of the batch's step, before others are admitted
-    evicted_slots: Positions  # [E], the slots that they leave
+    evicted: AnyIds  # [E], rows that leave at the end of the batch's step, before the admitted rows enter
+    evicted_slots: Positions  # [E], the slots of the evicted rows
 
     @property
     def reads(self) -> AnyIds:

@@ -76,8 +76,8 @@ class Planner:
         capacity: Number of slots, in 0..V.
         policy: "lookahead" minimizes the cost, given the uses within the window and the probability of later uses;
             "lru" keeps the rows used last, "lfu" the rows used most so far, cached or not, and "static" the rows with
-            the largest `counts`. "nearest" keeps the rows that are used next, as they are announced or expected, for
-            caches in which each row must enter that a batch uses. If more than 8,192 slots are occupied, a batch may
+            the largest `counts`. "nearest" keeps the rows with the nearest announced or expected use; it is for caches
+            that each row of a batch must enter. If more than 8,192 slots are occupied, a batch may
             search only some for evictions.
         window: Number of batches announced in addition to the one that is planned; only for lookahead and nearest.
             Lookahead allows at most 32, of which it considers the first 16 individually, but all of them count for
@@ -240,8 +240,8 @@ class Planner:
     def renumber(self, inverse: Positions, plan: Plan, places: Positions) -> Positions:
         """Return places[inverse], int32 [N]: for each of a batch's N ids, its row's position in the plan's order.
 
-        This also counts the hits if the batch was announced without the uses of each id. Call this once, for the last
-        plan; `places` is that plan's property.
+        This also counts the hits if the batch was announced without the uses of each id. So it may be called only once
+        for a plan, and before the next plan; `places` is `plan.places`.
         """
         found, hits = take(inverse, places, len(plan.hits))
         if not self._has_hits:

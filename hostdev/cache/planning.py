@@ -7,7 +7,7 @@ V rows, C slots, U unique ids of a batch. A row's data takes half a cache line:
             batches (lookahead: the batches that use it; static: 1 if it is to be cached); 6 is 1 for the C likeliest
             rows by count; 7 is, in a directory, the row's id
             nearest: 1 is the row's position among the ids of that batch, and 6 the number of the first batch after the
-            planned one that uses it, or one that is not after it if none is announced (`next_uses`)
+            planned one that uses it; a number not above the planned one's means that none is announced (`next_uses`)
     values  float32 [V, 8], a view of `rows`: word 4 is the row's decayed number of uses as of the last one; 5 the
             probability that a batch uses it, by its count
 

@@ -15,7 +15,7 @@ from hostdev.core.table_dtypes import TableStep
 from hostdev.device.ops import get_ops
 from hostdev.device.ops.catch_up import Clocks, pack
 
-CachedTable = Any  # a `HostTable`, whose module is in a room that this one does not import
+CachedTable = Any  # a `HostTable`, whose module this package does not import
 
 
 class Places(NamedTuple):

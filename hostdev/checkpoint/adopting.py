@@ -1,4 +1,4 @@
-"""Checkpoints that hold the segments of a table on disk by hard links, in place of its rows; and tables that do so."""
+"""Checkpoints that hold segments of a table on disk by hard links, in place of rows; and tables that load them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -39,7 +39,7 @@ def adopt_files(
     used: Mask,
     place: Callable[[RowChunk], tuple[AnyIds, Any]],
 ) -> None:
-    """Let a table on disk hold segments of a checkpoint, and take the records of rows in these.
+    """Let a table on disk hold segments of a checkpoint, and use the records in them as its rows.
 
     Args:
         checkpoint: The checkpoint.
@@ -47,8 +47,8 @@ def adopt_files(
         table: The table.
         files: The files with the locations of rows.
         used: bool [segments], which of the segments have rows of these files.
-        place: Returns, for a file's rows [N], the rows of the table, and which of the file's these are: an index of
-            arrays [N].
+        place: Called with a file's rows [N]; returns rows of the table, and an index that selects their values from
+            arrays [N] of the file's rows.
     """
     assert about.segments is not None
     tier, at = table.storage.tier, np.full(len(used), -1, np.int64)
@@ -66,7 +66,7 @@ def adopt_files(
             rows, chosen = place(found)
             assert found.locations is not None
             locations = found.locations[chosen]
-            rows, locations = rows[locations > 0], locations[locations > 0]  # others have initial values
+            rows, locations = rows[locations > 0], locations[locations > 0]  # 0: initial values
             tier.forget(rows)
             segments, records = split_locations(locations)
             tier.adopt(rows, at[segments] * tier.store.format.per_segment + records)
@@ -91,7 +91,7 @@ def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, c
 
 
 def adopt_rows(checkpoint: Checkpoint, name: str, table: Any, *, check: bool) -> bool:
-    """Let a table by row on disk hold the segments of a checkpoint, if it can; return whether all rows are loaded so.
+    """Let a table by row on disk hold the segments of a checkpoint, if it can; return whether this has loaded all rows.
 
     Raises:
         BrokenCheckpointError: A file is damaged.
@@ -103,7 +103,7 @@ def adopt_rows(checkpoint: Checkpoint, name: str, table: Any, *, check: bool) ->
     state, storage = about.segments, table.storage
     assert state is not None
     if (state.seed, state.init) != (storage.format.seed, repr(storage.format.init)):
-        return False  # rows with initial values have others here
+        return False  # rows without a location would get different initial values here
     files = [file for file in about.files if has_local_rows(about, file, table)]
     used = find_used(checkpoint, about, files, check=check)
     table.forget_rows()
@@ -129,7 +129,7 @@ def can_locate(table: Any) -> bool:
 
 
 def describe_segments(table: Any) -> SegmentState:
-    """Return the manifest's entry for the segments of a table, yet without files."""
+    """Return the manifest's entry for the segments of a table, with no files yet."""
     format_, records = table.storage.format, table.storage.tier.store.format
     return SegmentState(
         files=[],
@@ -143,5 +143,5 @@ def describe_segments(table: Any) -> SegmentState:
 
 
 def find_held(last: Checkpoint | None) -> Held:
-    """Return the segments that a checkpoint holds."""
+    """Return the segments that a checkpoint holds; {} for None, or if the checkpoint no longer exists."""
     return {} if last is None or not still_exists(last) else segments_of(last)

@@ -40,11 +40,11 @@ from hostdev.kernels import disk_records
 from hostdev.kernels.disk_records import GOOD, Format
 
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
-# Not those of `core.outputs`: all ranks write to one folder, and a reader of another host may see it.
+# Not the hidden names of `core.outputs`: all ranks write to one folder, which other hosts may read.
 _PARTIAL, _LOCK, _REMOVED = ".partial-", ".lock", ".removed-"
 FOLDER = "checkpoints"  # a run directory's folder of checkpoints
 _PIECE = 1 << 22  # bytes
-SOME_BYTES = 1 << 30  # that are read again where reading everything would take too long
+SOME_BYTES = 1 << 30  # bytes that are verified where verifying everything would take too long
 
 
 class FolderInUseError(UserError):
@@ -153,7 +153,7 @@ def segments_of(checkpoint: Checkpoint) -> dict[tuple[int, str], Path]:
 
 
 def chain_of_table(chain: Chain, name: str) -> Chain:
-    """Return the end of a chain that has all rows of a table: it begins with the newest checkpoint that has all."""
+    """Return the part of a chain that a table needs: from the newest checkpoint that has all its rows, to the end."""
     entries = [checkpoint.manifest.table(name) for checkpoint in chain]
     first = max((n for n, table in enumerate(entries) if table.segments is not None or table.whole), default=0)
     return chain[first:]
@@ -298,7 +298,8 @@ def prune(
         keep: Number of valid checkpoints to keep.
         best_steps: Steps in order of preference. The newest valid checkpoint of the first step that has one is also
             kept, with its parents.
-        check: Called with the chains to keep, newest first; raises BrokenCheckpointError for one that does not count.
+        check: Called with the chains to keep, newest first; raises BrokenCheckpointError for a damaged one, which does
+            not count towards `keep`.
     """
     kept: set[str] = set()
     chains: dict[str, Chain] = {}
@@ -324,13 +325,13 @@ def prune(
                 found += 1
 
 
-_mapped: WeakValueDictionary[tuple[int, ...], Any] = WeakValueDictionary()  # by device, inode, size and time
+_mapped: WeakValueDictionary[tuple[int, ...], Any] = WeakValueDictionary()  # content, by device, inode, size and time
 
 
 def mapped(path: Path) -> Any:
     """Return a file's memory-mapped content; raise BrokenCheckpointError if it cannot be read.
 
-    A file that is mapped already is not mapped again: checkpoints of a chain share files, and the pages that were read.
+    A file is mapped only once: checkpoints share files, and then also the pages that were read.
     """
     try:
         found = path.stat()
@@ -365,7 +366,7 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
 def check_segment(path: Path, file: SegmentEntry, state: SegmentState) -> None:
     """Read a segment; raise BrokenCheckpointError unless its size and the checksums of its blocks are right.
 
-    Its SHA-256 is that of the blocks' own checksums, so that `hash_stream` does not serve.
+    A segment's SHA-256 is that of its blocks' headers, which hold the blocks' checksums; `check_file` hashes all bytes.
     """
 
     def look(stream: FileIO) -> str | None:

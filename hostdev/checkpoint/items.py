@@ -1,6 +1,6 @@
 """The content of a checkpoint that is being written: its tables, and the rows of each file.
 
-S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+S and R: number of optimizer state columns with D values per row, and with one value per row.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,10 +54,10 @@ class TableSnapshot(Protocol):
         """
 
     def locate(self, first: int, last: int, out: LongIds) -> None:
-        """Write where the rows in [first, last) are in segments, if the table's entry says that they are."""
+        """Write the locations of the rows [first, last) to `out`; only for a table whose entry has segments."""
 
     def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
-        """Make `hold` hold each segment in which rows are; see `LocationCopies.finish`."""
+        """Call `hold` for each segment that has rows; see `LocationCopies.finish`."""
 
     def key_columns(self, first: int, last: int) -> KeyColumns | None:
         """Return the keys of the rows [first, last) of a table by key, or None."""
@@ -79,11 +79,11 @@ class FullSource:
         return np.arange(first, last)
 
     def locate(self, first: int, last: int, out: LongIds) -> None:
-        """Not for these rows: see `TableSnapshot`."""
+        """Raise NotImplementedError: these rows are not in segments."""
         raise NotImplementedError
 
     def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
-        """Not for these rows: see `TableSnapshot`."""
+        """Raise NotImplementedError: these rows are not in segments."""
         raise NotImplementedError
 
     def key_columns(self, first: int, last: int) -> KeyColumns | None:
@@ -161,10 +161,10 @@ def hold_segments(partial: Path, prefix: str, item: Item, held: Held) -> Segment
 
     Args:
         partial: The checkpoint's folder.
-        prefix: How the names of the files begin.
+        prefix: The beginning of the files' names.
         item: The table.
-        held: Segments that the last checkpoint holds. Where those of the table are on another file system, those that
-            it has are held again, and only the others are copied.
+        held: Segments of the last checkpoint. They are linked if possible; so if the table is on another file system,
+            only the segments that the last checkpoint lacks are copied.
     """
     if item.table.segments is None:
         return None
@@ -185,7 +185,7 @@ def hold_segments(partial: Path, prefix: str, item: Item, held: Held) -> Segment
 
 
 def join_entries(table: Table, parts: list[tuple[dict[str, Any], int]]) -> Table:
-    """Return the entry of a table that several processes have written: their entries and first rows, by rank."""
+    """Return the entry of a table that several processes have written; `parts`: their entries and first rows."""
     files = [RangeFile(**file) for found, _ in parts for file in found["files"]]
     if table.segments is None:
         return replace(table, files=files)
@@ -201,14 +201,14 @@ def join_entries(table: Table, parts: list[tuple[dict[str, Any], int]]) -> Table
 
 
 def get_version(tables: Sequence[Table]) -> int:
-    """Return the oldest format version that has what these tables have."""
+    """Return the oldest format version that can hold these tables."""
     if any(table.segments is not None or table.whole for table in tables):
         return SEGMENT_VERSION
     return VERSION if all(table.keys is None for table in tables) else KEYED_VERSION
 
 
 def describe_table(table: Any) -> Table:
-    """Return a table's entry in the manifest, for a table by key without what `CheckpointManager` knows of its keys."""
+    """Return a table's entry in the manifest; `CheckpointManager` completes that of a table by key."""
     optimizer = table.optimizer
     is_rounded = (table.dtype, table.slots_dtype) != (FP32, FP32)
     return Table(

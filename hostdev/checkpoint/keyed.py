@@ -1,4 +1,4 @@
-"""Tables by key in checkpoints: what is saved besides rows, and the merged keys of a checkpoint and its parents."""
+"""Tables by key in checkpoints: what is saved besides rows, and the loading of their keys and rows."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -30,12 +30,12 @@ class OtherKeys(NamedTuple):
     """The keys of a checkpoint that have no row in it."""
 
     waiting: Keys  # int64 [W], keys that wait for a row, in the order of their hashes
-    counts: npt.NDArray[np.int64]  # [W], their last steps and uses
+    counts: npt.NDArray[np.int64]  # [W], their last steps << 24 | uses
     gone: Keys  # int64 [G], keys that have lost their rows since the parent, in the order of their hashes
-    sketch: npt.NDArray[np.uint32]  # [any], the counters of a sketch
+    sketch: npt.NDArray[np.uint32]  # [any], the counters of the table's sketch; empty if there is none
 
     def files(self) -> dict[str, bytes]:
-        """Return the content of the files, by name."""
+        """Return the content of the files that hold these keys, by name."""
         found = {WAITING: _to_bytes(key=self.waiting, count=self.counts), GONE: _to_bytes(key=self.gone)}
         return found | ({SKETCH: _to_bytes(counter=self.sketch)} if len(self.sketch) else {})
 
@@ -147,7 +147,7 @@ def _list_unknown(state: KeyState, rows: RowChunk) -> list[str]:
 
 
 def _place(checkpoint: Checkpoint, state: KeyState, table: Any, rows: RowChunk) -> Any:
-    """Give rows to a file's keys; see `adopt_files`."""
+    """Give the keys of a file rows of the table; see `place` of `adopt_files`."""
     assert rows.keys is not None and rows.locations is not None
     if not rows.locations.all():
         raise BrokenCheckpointError(f"{checkpoint.path} is broken (keys of table {table.name!r} have no location)")
@@ -161,7 +161,7 @@ def load_ids(layers: Any, name: str, table: Any, former: FormerIds | None = None
         layers: The checkpoint's `Layers`.
         name: The table.
         table: A `KeyTable`.
-        former: The keys of the rows; if it is None, these are the ids.
+        former: The keys of the rows; None if the ids are the keys.
     """
     about = layers.manifest.table(name)
     columns = [WEIGHTS, *about.slots, *about.row_slots]

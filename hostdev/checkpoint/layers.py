@@ -1,8 +1,8 @@
 """The rows of tables in a checkpoint and its parents: rows of any ids or keys, and whole tables range by range.
 
-`SavedRows` is one table, opened read-only: an index, which finds the places of rows (`row_index`), values at places,
-and a history. Files hold rows as they were last written, and the manifest holds the table's step history, if its steps
-also change rows that the batch does not use. With it, reading a row applies the steps that the row has missed.
+`SavedRows` is one table, opened read-only: an index, which finds the places of rows (`row_index`), the values at these
+places, and the table's step history. Files hold rows as they were last written. If a table's steps also change rows
+that the batch does not use, the manifest has its step history, and reading a row applies the steps that it has missed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ from hostdev.kernels.jit import address_of
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import ids_of
 
-_HELD = 2  # files of locations whose rows are held, so that their columns are read once
+_HELD = 2  # files of locations whose rows stay in memory, so that several columns are read from the segments once
 
 
 class FileSlice(NamedTuple):
@@ -75,8 +75,8 @@ class SavedRows:
         all_rows: Whether all rows will be read.
 
     Attributes:
-        table: Its entry in the newest manifest.
-        rows: Number of rows or, for a table by key, of keys that have one.
+        table: The table's entry in the newest manifest.
+        rows: Number of rows or, for a table by key, of keys that have a row.
 
     Raises:
         BrokenCheckpointError: A file is damaged, or the checkpoints contradict each other.
@@ -99,13 +99,13 @@ class SavedRows:
         self._index = (KeyedIndex if self.is_by_key else IdIndex)(name, self._files)
         self.rows = self._index.rows
         self._segments = None if about.segments is None else SegmentRows(newest.path, about, all_rows=all_rows)
-        self._load = lru_cache(maxsize=_HELD)(partial(_load, self._files.chunks, self._segments))  # by number
+        self._load = lru_cache(maxsize=_HELD)(partial(_load, self._files.chunks, self._segments))  # by file number
         self._values: dict[str, FileValues] = {}
         history = history_of(chain, name) if current else NoHistory()
         self._clock = history.clock()
         self._planes = [WEIGHTS, *about.slots] if history.how is not None and history.how.betas else [WEIGHTS]
         is_plain = self._segments is None and self._clock is None
-        self._weights = self._get_values(WEIGHTS) if is_plain else None  # if a lookup copies them as they are
+        self._weights = self._get_values(WEIGHTS) if is_plain else None  # None if a lookup must do more than copy
 
     @cached_property
     def merged(self) -> MergedKeys:
@@ -182,7 +182,7 @@ class SavedRows:
         return {column: found[column].reshape(len(places), -1)[inverse] for column in columns}
 
     def _get_ids(self, places: LongIds) -> LongIds:
-        """Return the ids in the whole table, or the keys, of rows in segments, all of which one checkpoint has."""
+        """Return the ids in the whole table, or the keys, of rows in segments; one checkpoint has all these rows."""
         if self.is_by_key:
             return self._copy(places, KEY).view(np.int64)[:, 0]
         starts = np.array([chunk.start for chunk in self._files.chunks], np.int64)
@@ -190,7 +190,7 @@ class SavedRows:
         return ids_of(positions, self.rows) if self.table.order == SPREAD else positions
 
     def _copy(self, places: LongIds, column: str) -> Rows:
-        """Return copies of what the files have in a column, float32 [N, any]."""
+        """Return copies of a column's values at places [N], float32 [N, width]; see `get_column`."""
         values = self._get_values(column)
         out = np.empty((len(places), values.width), np.float32)
         run(copy_rows, len(places), places, values.addresses, out, nbytes=4 * values.width)
@@ -217,7 +217,7 @@ def _open_files(chain: Chain, name: str) -> TableFiles:
 
 
 def _load(chunks: list[RowChunk], segments: SegmentRows | None, file: int) -> RowChunk:
-    """Return the rows of a file with their columns."""
+    """Return the rows of a file with their columns, which are read from `segments` unless it is None."""
     return chunks[file] if segments is None else segments.load(chunks[file])
 
 
@@ -305,7 +305,7 @@ class Layers:
         return self.read(name, start, stop, columns)
 
     def gather(self, name: str, rows: LongIds, columns: Sequence[str]) -> dict[str, Rows]:
-        """Return rows [N] of a table by key by their numbers in stored order, as `read` does."""
+        """Return columns of rows [N] of a table by key, as `read` does; `rows` are their numbers in stored order."""
         stored = self.open(name)
         return stored.read(stored.merged.places[rows], columns)
 

@@ -40,8 +40,8 @@ _THREADS = 4
 def verify(chain: Chain, *, segments: bool | None = None) -> None:
     """Verify the checksums of all files of a chain; raise BrokenCheckpointError for the first damaged file.
 
-    Blocks of segments are verified when they are read. They are also verified now with `segments`; if it is None, those
-    of the newest checkpoint are, where they have at most `SOME_BYTES`.
+    Segments are verified block by block whenever they are read. With `segments`, all segments are also verified now; if
+    it is None, only those of the newest checkpoint, and only if they have at most `SOME_BYTES` together.
     """
     for _, error in damaged([chain], segments=bool(segments)):
         raise error
@@ -58,9 +58,9 @@ def verify_segments(chain: Chain) -> None:
 
 
 def verify_some(chain: Chain) -> None:
-    """Verify what the last checkpoint of a chain, which is new, has from earlier ones: its segments, and its parents.
+    """Verify the older files that the new, last checkpoint of a chain needs: its segments, and its parents' files.
 
-    If these are more than `SOME_BYTES`, so many are read, and at the next checkpoint the next ones.
+    If they have more than `SOME_BYTES`, only about so many bytes are verified, and others at the next checkpoint.
 
     Raises:
         BrokenCheckpointError: A file is damaged.
@@ -90,7 +90,7 @@ def verify_others(chain: Chain) -> None:
 def damaged(chains: Sequence[Chain], *, segments: bool = True) -> Iterator[tuple[Path, BrokenCheckpointError]]:
     """Verify the checksums of all files of these chains; yield (checkpoint's folder, error) for each damaged file.
 
-    Without `segments`, those are left out.
+    Without `segments`, segments are left out.
     """
     checkpoints = {checkpoint.path: checkpoint for chain in chains for checkpoint in chain}
     files = [
@@ -127,7 +127,7 @@ def find_newest_valid(path: Path, check: Callable[[Chain], None] = verify) -> Fo
         BrokenCheckpointError: The checkpoint at `path` is damaged, or all checkpoints in the folder are.
         UserError: There is no checkpoint, or one has an unsupported format version.
     """
-    broken: dict[str, Path | None] = {}  # damaged files by message, once each, as checkpoints may share a parent
+    broken: dict[str, Path | None] = {}  # by message, the damaged file; checkpoints that share a parent share its error
     found = candidates(path)
     for each in found:
         try:
@@ -196,8 +196,8 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False, f
         chain: The checkpoint, with its parents.
         tables: A subset of the checkpoint's tables, by name.
         check: Whether to verify checksums while reading; needed unless `verify` has done so.
-        former: For a table by row in the checkpoint that is by key in the program: the keys of its rows. None if these
-            are the ids.
+        former: For a table by row in the checkpoint that is by key in the program: the keys of its rows. None if the
+            ids are the keys.
 
     Raises:
         BrokenCheckpointError: A file is damaged; the tables then hold some of the checkpoint's rows.
@@ -277,7 +277,7 @@ class Fit(NamedTuple):
     left: list[str]
 
     def what_is_left(self) -> list[str]:
-        """Return a line for each table that is not loaded completely."""
+        """Return a line for each table that only one side has, or of which the program has more rows."""
         found = [f"{self.path} has no table {name!r}; the program's table is unchanged" for name in self.new]
         found += [f"table {name!r} of {self.path} is not loaded: the program has no such table" for name in self.left]
         return found + [
@@ -346,7 +346,7 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
 def _require_own_optimizers(
     tables: Mapping[str, Any], taken: Mapping[str, Any], held: Mapping[str, Table], path: Path
 ) -> None:
-    """Raise UserError if a table that is not loaded would change its optimizer's form with one that is."""
+    """Raise UserError if a loaded table whose optimizer changes its form shares it with a table that is not loaded."""
     for name in taken:
         optimizer = tables[name].optimizer
         sharing = [other for other in tables.keys() - taken if tables[other].optimizer is optimizer]

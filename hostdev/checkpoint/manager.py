@@ -21,7 +21,7 @@ from hostdev.host.snapshot import Budget, Copies, LocationCopies
 from hostdev.kernels.bits import count_bits
 
 COPIES_BYTES = 384 << 20  # limit on the bytes of copied rows
-_ERRORS = folder.FolderInUseError, StoreError, UserError  # of `lock`
+_ERRORS = folder.FolderInUseError, StoreError, UserError  # that `lock` raises; subclasses of UserError come first
 SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # total memory for saving
 
 
@@ -37,16 +37,16 @@ class CheckpointManager:
 
     def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, world: World = ALONE_WORLD) -> None:
         self.path, self.keep, self._hold, self._world = path, keep, hold, world
-        self.best_steps: list[int] = []  # in order of preference: a checkpoint of the first step that has one is kept
+        self.best_steps: list[int] = []  # in order of preference; see `folder.prune`
         self.last: Checkpoint | None = None  # the tables' changes are tracked since this checkpoint
         self._increments = 0  # bytes of rows in the chain of `last`, not counting the full checkpoint
         self._writer: AsyncWriter | None = None
-        self._untaken: AsyncWriter | None = None
+        self._untaken: AsyncWriter | None = None  # the last writer, until `take_ended` has returned it
         self._channel: Any = None  # the writer thread's channel to the other ranks
-        self.uploads: Uploads | None = None  # if the folder is that of a store's copies, once it is locked
+        self.uploads: Uploads | None = None  # set by `lock` if the folder has the copies of a store's checkpoints
         self._lock = ExitStack()
         self._locked: IO[Any] | None = None
-        self._found_damage = False  # the last checkpoint was not saved since it would build on a damaged one
+        self._found_damage = False  # whether the last checkpoint was not saved, because it would build on a damaged one
         self.most_copied = 0  # peak bytes of copied rows
         self.copying_seconds = 0.0  # training time spent copying rows
 
@@ -143,7 +143,7 @@ class CheckpointManager:
             self.most_copied = max(self.most_copied, budget.most)
             self.copying_seconds += budget.seconds
             if writer.checkpoint is not None:
-                for name, changes in noted.items():  # not of the tables: they may have forgotten their changes since
+                for name, changes in noted.items():  # the tables may have other `Changes` by now, if they forgot these
                     changes.since = self._token(writer.checkpoint)
                     changes.digests = writer.range_digests.get(name, changes.digests)
                 copied = [item for item in items if item.table.segments is None]
@@ -187,14 +187,14 @@ class CheckpointManager:
         return writer
 
     def _find_located(self, tables: Sequence[Any]) -> set[str]:
-        """Return the tables whose segments the next checkpoint holds, on all ranks."""
+        """Return the names of the tables whose segments the next checkpoint can hold on all ranks."""
         votes = self._world.control.share([table.name for table in tables if can_locate(table)])
         return set(votes[0]).intersection(*votes[1:])
 
     def _parent(self, tables: Sequence[Any], located: set[str]) -> Checkpoint | None:
         """Return the parent of the next checkpoint, or None if the next checkpoint should be full.
 
-        The rows of the tables `located` need no parent.
+        `located` names the tables whose rows need no parent.
         """
         known = self.last is not None and folder.still_exists(self.last) and self._is_of(self.last, tables)
         tables = [table for table in tables if table.name not in located]
@@ -214,7 +214,7 @@ class CheckpointManager:
         }
 
     def _located_item(self, number: int, table: Any, budget: Budget) -> Item:
-        """Return an item for a table on disk whose segments are held."""
+        """Return the item of a table on disk, for a checkpoint that holds the table's segments."""
         about = replace(describe_table(table), segments=describe_segments(table))
         copies = LocationCopies(table.storage.tier)
         try:
@@ -226,12 +226,12 @@ class CheckpointManager:
     def _begin_item(
         self, number: int, table: Any, about: Table, budget: Budget, *, full: bool, copies: Copies | None = None
     ) -> Item:
-        """Begin a snapshot of a table in host memory or on disk."""
+        """Begin a snapshot of a table in host memory or on disk; return an item that saves it."""
         changes = table.stored.note_changes()
         rows = table.begin_snapshot(budget, everything=full, copies=copies)
 
         def end(saved: bool) -> None:
-            changes.end(rows, saved=saved)  # not those of the table, which may track others since
+            changes.end(rows, saved=saved)  # the table may have other `Changes` by now
 
         if not table.capabilities.by_key:
             return Item(about, rows, full, end, table.start, table.rows)
@@ -289,15 +289,15 @@ class CheckpointManager:
         return ended
 
     def must_repeat(self) -> bool:
-        """Wait for the last checkpoint; return whether it was not saved since it would build on a damaged one.
+        """Wait for the last checkpoint; return whether it was not saved, because it would build on a damaged one.
 
-        The next one is then full. All ranks must call this.
+        The next checkpoint is then full. All ranks must call this.
         """
         self.join()
         return bool(self._world.control.share(self._found_damage)[0])
 
     def upload_counts(self) -> dict[str, int]:
-        """Return the entries on uploads to a store for summary.json."""
+        """Return the entries of summary.json about uploads to a store; {} if there is no store."""
         found = self.uploads
         return {} if found is None else {"uploaded": found.count, "failed_uploads": found.failures}
 

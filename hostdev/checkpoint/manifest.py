@@ -41,7 +41,7 @@ class BrokenCheckpointError(UserError):
     """A checkpoint is damaged or incomplete; the message names the file.
 
     Attributes:
-        file: The damaged file if `files.check_file` found it, or None.
+        file: The damaged file if `folder.check_entry` found it, or None.
     """
 
     file: Path | None = None
@@ -69,12 +69,12 @@ class RangeFile(File):
 class SegmentEntry(File):
     """A segment (`host.disk.segments`). `sha256` is that of its blocks' headers, which have checksums of the blocks."""
 
-    number: int  # in the tags of its blocks
+    number: int  # the segment's number in the tags of its blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbering:
-    """From `first_row` on, the numbers of segments in locations count from `first_segment`: each rank has its own."""
+    """One rank's rows, from `first_row` on: segment 0 in their locations is segment `first_segment` of the table."""
 
     first_row: int
     first_segment: int
@@ -82,20 +82,20 @@ class Numbering:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentState:
-    """What a table has whose files have the locations of rows (`host.snapshot`) in place of their values."""
+    """The segments of a table whose files have the locations of rows (`host.snapshot`) in place of their values."""
 
     files: list[SegmentEntry]
-    numbering: list[Numbering]  # by `first_row`
-    row_bytes: int  # of a row in a record
+    numbering: list[Numbering]  # for each rank with rows, in the order of `first_row`
+    row_bytes: int  # bytes of a row in a record
     record_bytes: int
     block_bytes: int
-    seed: int  # of initial values, which rows have that are in no segment
+    seed: int  # seed of the initial values of rows that are in no segment
     init: str  # initializer of the weights, as text
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyState:
-    """What a table by key has besides its rows; files are named as in `CheckpointManifest.others`."""
+    """The keys of a table by key, and its rules; files are named as in `CheckpointManifest.others`."""
 
     count: int  # number of keys that have a row
     step: int  # number of the keys' steps
@@ -103,11 +103,11 @@ class KeyState:
     init: str  # initializer of new rows, as text
     unknown: list[str]  # names of the out-of-vocabulary rows, which are the first rows in the files
     counting: str  # how the uses of keys without a row are counted, as text
-    admit: str | None  # policies, as text
-    evict: str | None
+    admit: str | None  # rule of admission, as text
+    evict: str | None  # rule of eviction, as text
     unknown_values: str  # what keys without a row read: "shared", "zeros" or "initial"
     decay: float  # factor by which uses decay
-    decays: int  # how often they have decayed
+    decays: int  # how often the uses have decayed
     waiting_keys: int  # number of keys that are counted and wait for a row
     waiting: str  # file of the keys that wait for a row
     gone: str  # file of the keys that have lost their row since the parent
@@ -131,7 +131,7 @@ class Table:
     dtype: str = FP32  # dtype of the weights in training; files always have float32
     slots_dtype: str = FP32  # dtype of `slots` in training
     seed: int | None = None  # seed of the rounding, for weights or slots that are not float32; and of a table by key
-    keys: KeyState | None = None  # of a table by key, whose files have all rows of their ranges, in the order of hashes
+    keys: KeyState | None = None  # for a table by key; its files have all rows of their ranges, in the order of hashes
     segments: SegmentState | None = None  # if the rows are in segments; all rows then are, whatever the parent has
     whole: bool = False  # whether all rows are in the files, although the checkpoint has a parent
     history: str | None = None  # step history, if reading a row applies the steps that it has missed (`core.history`)
@@ -159,7 +159,7 @@ class CheckpointManifest:
     parent: Parent | None  # None if full; otherwise the files have only rows written since the parent
     tables: list[Table]
     others: list[File]  # dense tensors, the vocabulary, ...
-    state: dict[str, Any]  # a tree of values, see `tree`
+    state: dict[str, Any]  # a tree of values, see `checkpoint.state`
     state_sha256: str | None  # as in summary.json, in the definition of format `version`; None if not computed
     versions: dict[str, str]
     created: str  # UTC
@@ -189,7 +189,7 @@ class CheckpointManifest:
 
     @property
     def segment_states(self) -> dict[str, SegmentState]:
-        """The state of its table's segments for each segment, by the segment's file."""
+        """For each segment, by its file's name: its table's `SegmentState`."""
         states = [table.segments for table in self.tables if table.segments is not None]
         return {file.file: state for state in states for file in state.files}
 

@@ -1,9 +1,9 @@
 """Files with table rows: Arrow IPC, one record batch each, at most 64 MiB.
 
 Columns: `id`, int64, ascending, absent if the file has all rows of its range; for a table by key, `key`, int64,
-`last_use` and `uses`, uint32; then `weights` and each optimizer state
-of D values per row, as lists of D float32 values; then each optimizer state of one value per row, as float32. If rows
-are in segments, there is instead the column `location`, int64 (`host.snapshot`).
+`last_use` and `uses`, uint32; then `weights` and each optimizer state of D values per row, as lists of D float32
+values; then each optimizer state of one value per row, as float32. If the rows are in segments, the column `location`,
+int64 (`host.snapshot`), takes the place of weights and optimizer state.
 """
 
 from collections.abc import Mapping
@@ -103,12 +103,12 @@ def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows
 
 
 def get_width(table: Table, column: str) -> int:
-    """Return the float32 values of a row in a column; a location and a key are an int64 each."""
+    """Return the number of float32 values of a row in a column; a location or a key, an int64, counts as two."""
     return 2 if column in (LOCATION, KEY) else 1 if column in table.row_slots else table.dim
 
 
 def get_column(rows: RowChunk, column: str) -> Rows:
-    """Return a column of rows, float32 [N, D], or [N] for per-row state; locations and keys as the bits of [N, 2]."""
+    """Return a column of rows, float32 [N, D], or [N] for per-row state; locations and keys as bits, [N, 2]."""
     if column in (LOCATION, KEY):
         values = rows.locations if column == LOCATION else None if rows.keys is None else rows.keys.keys
         assert values is not None
@@ -117,7 +117,7 @@ def get_column(rows: RowChunk, column: str) -> Rows:
 
 
 def stack_columns(table: Table, columns: Mapping[str, Rows], chosen: Any = slice(None)) -> tuple[Rows, Rows]:
-    """Return chosen rows as block [n, 1 + S, D], in memory that the thread uses again, and per-row state [n, R]."""
+    """Return chosen rows as block [n, 1 + S, D], valid until this thread calls this again, and per-row state [n, R]."""
     vectors = [columns[name][chosen] for name in (WEIGHTS, *table.slots)]
     block = scratch("checkpoint rows", (len(vectors[0]), len(vectors), table.dim))
     np.stack(vectors, axis=1, out=block)
@@ -173,7 +173,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
 
 
 def number_segments(locations: LongIds, start: int, state: SegmentState) -> LongIds:
-    """Return the locations of a file's rows, from `start` on, with the segments' numbers in the whole table."""
+    """Return a file's locations with segment numbers of the whole table; `start` is the file's first row."""
     first = [each.first_segment for each in state.numbering if each.first_row <= start][-1]
     return locations if not first else np.where(locations > 0, locations + (first << LOCATION_BITS), locations)
 

@@ -1,8 +1,9 @@
-"""Checkpoints in a store: the folder of their copies on this machine, and what is fetched to it and found there.
+"""Checkpoints in a store: fetching them to a folder of copies on this machine, and finding them there.
 
-A checkpoint in a store has the files that it has on a disk; its manifest is written last and removed first, so that one
-with a manifest is complete. Its copy has its name when all files are there and have the manifest's checksums. They are
-compared again when a process first uses the copy, and damaged ones are replaced. `uploads` has the other direction.
+A checkpoint in a store has the same files as on a disk. Its manifest is written last and removed first, so a checkpoint
+with a manifest is complete. A copy gets the checkpoint's name when all files are there and have the manifest's
+checksums. A process verifies the files again when it first uses the copy, and replaces damaged ones. `uploads` has the
+other direction.
 """
 
 import contextlib
@@ -24,23 +25,25 @@ from hostdev.core.progress import bar, note
 from hostdev.core.stores import Store
 from hostdev.core.workers import call_all
 
-WRITER = ".writer"  # in the store and beside the copies: a random text, the same for both if the copies are the store's
-IN_STORE = ".in-store"  # in the copy of a checkpoint that the store has, or had
+# A file with a random text, in the store and in the folder of copies: equal if the store's last writer used the folder.
+WRITER = ".writer"
+IN_STORE = ".in-store"  # an empty file in the copy of a checkpoint that the store has, or had
 _FETCHED, _LOCK, _ASIDE = ".fetched-", ".store-lock", ".aside"
 _THREADS = 8
 
 _compared: set[tuple[str, int, int, int]] = (
     set()
-)  # copies' files that this process has found intact, as `_state_of` has them
+)  # the results of `_state_of` for the copied files that this process has found intact
 
 
 def fetch(path: Path, *, everything: bool = False, step: int | None = None) -> None:
-    """Copy checkpoints from a store, unless `path` is a path of this machine or the copies are there.
+    """Copy checkpoints from a store to the folder of their copies, and verify those that were copied before.
 
-    While another process of this machine writes checkpoints there, its own are used as they are.
+    This does nothing if `path` is not in a store, or while another process of this machine writes checkpoints to the
+    folder.
 
     Args:
-        path: A checkpoint, with whose parents it is copied, or a folder whose newest valid one is.
+        path: A checkpoint, which is copied with its parents; or a folder, whose newest valid checkpoint is copied.
         everything: Whether to copy all checkpoints in the folder.
         step: Copy the checkpoints of this step instead of the newest one.
 
@@ -89,7 +92,7 @@ def _is_written(root: Path) -> bool:
 
 
 def begin_writing(store: Store, root: Path) -> None:
-    """Copy all checkpoints from a store; for a process that has locked the folder to write checkpoints."""
+    """Copy all checkpoints from a store. The caller has locked the folder, to write checkpoints."""
     with _locked(root):
         pull(store, root, everything=True)
 
@@ -97,7 +100,7 @@ def begin_writing(store: Store, root: Path) -> None:
 def pull(
     store: Store, root: Path, *, only: str | None = None, everything: bool = False, step: int | None = None
 ) -> None:
-    """Copy checkpoints from a store to the folder `root`; see `fetch`. Those that the store has no more are removed."""
+    """Copy checkpoints from a store to the folder `root`; see `fetch`. Remove copies that the store no longer has."""
     files = store.list()
     names = [name for name in map(_owner, files) if name is not None]
     if not names and only is None and any(_owner(name.removeprefix(f"{FOLDER}/")) for name in files):
@@ -151,15 +154,21 @@ def remove_stored(store: Store, name: str) -> None:
 
 
 def _owner(name: str) -> str | None:
-    """Return the checkpoint whose manifest this file of a store is; None for other files."""
+    """Return the name of the checkpoint whose manifest this file of a store is; None for other files."""
     owner, _, rest = name.partition("/")
     return owner if rest == FILE_NAME and folder.is_name(owner) else None
 
 
 def _drop_others(store: Store, root: Path, contents: dict[str, bytes]) -> None:
-    """Remove copies of checkpoints that the store has no more, and set those aside that it never had.
+    """Remove copies of checkpoints that the store no longer has, and set copies aside that it never had.
 
-    Checkpoints that the last writer of this machine has not uploaded yet stay, unless others wrote to the store since.
+    If the store is empty, no copy is removed. Checkpoints that the last writer to this folder has not uploaded yet
+    stay, unless another process wrote to the store since.
+
+    Args:
+        store: The store.
+        root: The folder of copies.
+        contents: The content of the manifest of each checkpoint in the store.
     """
     token = store.read_if_there(WRITER)
     with contextlib.suppress(OSError):
@@ -168,7 +177,7 @@ def _drop_others(store: Store, root: Path, contents: dict[str, bytes]) -> None:
     for name in folder.names_in(root):
         path, content = root / name, contents.get(name)
         if content and not is_whole_json(content) and (path / IN_STORE).exists():
-            continue  # the store's is damaged
+            continue  # the store's manifest is damaged
         with contextlib.suppress(OSError):
             if content == b"" or (path / FILE_NAME).read_bytes() == content:
                 if content:
@@ -191,7 +200,7 @@ def _set_aside(root: Path, name: str) -> Path:
 
 
 def _parse(root: Path, name: str, content: bytes) -> CheckpointManifest:
-    """Return a checkpoint's manifest, from its copy or, without one, from its text."""
+    """Return the manifest of a checkpoint's copy; if there is no copy, begin one with the manifest `content`."""
     if (root / name).is_dir():
         return manifest.read(root / name)
     part = root / f"{_FETCHED}{name}"
@@ -205,7 +214,7 @@ def _parse(root: Path, name: str, content: bytes) -> CheckpointManifest:
 
 
 def _chain(name: str, manifests: dict[str, CheckpointManifest], store: Store) -> list[str]:
-    """Return a checkpoint and those it builds on, by name; the full one is first."""
+    """Return the names of a checkpoint and its parents, from the full checkpoint on."""
     names = [name]
     while (parent := manifests[names[0]].parent) is not None:
         if parent.name not in manifests or parent.name in names:
@@ -215,7 +224,7 @@ def _chain(name: str, manifests: dict[str, CheckpointManifest], store: Store) ->
 
 
 def _fetch(store: Store, root: Path, name: str, content: CheckpointManifest) -> None:
-    """Copy a checkpoint, of which only the manifest is there yet."""
+    """Copy the files of a checkpoint whose manifest was copied by `_parse`."""
     part = root / f"{_FETCHED}{name}"
     (part / IN_STORE).touch()
     segments: dict[tuple[int, str], Path] = {}
@@ -262,9 +271,9 @@ def fetch_file(store: Store, name: str, root: Path, file: File, content: Checkpo
 
 
 def _mend(store: Store, root: Path, name: str, content: CheckpointManifest) -> None:
-    """Compare the files of a copy that this process has not compared yet, and fetch those again that are damaged.
+    """Verify the files of a copy that this process has not verified yet, and fetch damaged ones again.
 
-    If the store has one no better, the copy is set aside.
+    If a file is damaged in the store, too, set the copy aside and raise BrokenCheckpointError.
     """
     part = root / f"{_FETCHED}{name}"
 
@@ -280,7 +289,7 @@ def _mend(store: Store, root: Path, name: str, content: CheckpointManifest) -> N
             if not fetch_file(store, name, part, file, content):
                 raise
             path.parent.mkdir(parents=True, exist_ok=True)
-            (part / file.file).replace(path)  # a new file, since others may have links to the damaged one
+            (part / file.file).replace(path)  # not overwritten: other copies may have hard links to the damaged file
         _compared.add(_state_of(path))
 
     try:
@@ -295,7 +304,7 @@ def _mend(store: Store, root: Path, name: str, content: CheckpointManifest) -> N
 
 
 def _state_of(path: Path) -> tuple[str, int, int, int]:
-    """Return what differs if a file is written to or replaced."""
+    """Return path, inode, size and time of a file, which differ once it is written to or replaced."""
     state = path.stat()
     return str(path), state.st_ino, state.st_size, state.st_mtime_ns
 
@@ -311,8 +320,8 @@ def _no_space(error: OSError, store: Store, root: Path, name: str) -> UserError:
 def candidates(path: Path, *, everything: bool = False) -> list[Path]:
     """Return the path itself if it is a checkpoint, or the checkpoints in the folder `path`, newest first.
 
-    For a run directory, this looks in its subfolder `checkpoints`. Of a folder in a store, the newest checkpoint is
-    copied first, or with `everything` all are (see `remote.fetch`). Raise UserError if there are no checkpoints.
+    For a run directory, this looks in its subfolder `checkpoints`. If the path is in a store, its newest checkpoint, or
+    with `everything` all of them, is copied first; see `fetch`. Raise UserError if there are no checkpoints.
     """
     if address_of(path) is not None:
         fetch(path, everything=everything)
@@ -327,7 +336,7 @@ def candidates(path: Path, *, everything: bool = False) -> list[Path]:
 def newest(path: Path) -> Found:
     """Return the checkpoint at `path`, or the newest one in the folder `path`, that `read_chain` accepts.
 
-    If it rejects all, raise its error for the newest.
+    If it rejects all of them, raise its error for the newest.
     """
     broken: dict[str, tuple[Path, BrokenCheckpointError]] = {}  # by message: several may share a broken parent
     for each in candidates(path):
@@ -341,5 +350,5 @@ def newest(path: Path) -> Found:
 
 
 def _is_removed(path: Path, found: Path) -> bool:
-    """Return whether a checkpoint is about to be gone: its manifest is, and its step is before that of another one."""
+    """Return whether a checkpoint is being removed: its manifest is gone, and by its name it is older than `found`."""
     return not (path / FILE_NAME).exists() and folder.numbers_of(path.name) < folder.numbers_of(found.name)

@@ -3,9 +3,9 @@
 A place is the number of a file << 32 | the number of a row in it. Files are numbered from the newest checkpoint's on.
 
 Files are mapped into memory, which processes share. A file's keys are in the order of their hashes, which are spread
-evenly. So a key's position is estimated from its hash (interpolation search), and found by a binary search nearby; no
-directory is built when a checkpoint is opened. All keys are merged in parts, by the highest bits of their hashes, so
-that little memory is needed beside the result.
+evenly. So a key's position is estimated from its hash (interpolation search), and found by a binary search nearby;
+opening a checkpoint builds no hash table. `KeyedIndex.merge` merges the keys of all checkpoints part by part, so that
+it needs little memory beside the result; a part has the keys whose hashes begin with the same bits.
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,16 @@ from hostdev.kernels.loops import run_alone
 from hostdev.kernels.pool import get_grain, parallel_for
 from hostdev.kernels.shards import get_positions
 
-PLACE_BITS = 32  # of the number of a row in its file
-NOWHERE = -1  # the place of a key that reads its own initial values
+PLACE_BITS = 32  # bits of a place that hold the number of the row in its file
+NOWHERE = -1  # the place of a key without a row that reads its own initial values
 _FEW = 512  # rows; for up to this many, waking other threads costs more than it saves
-_SEARCH_BYTES = 256  # of memory that a search reads, roughly
-_PART_BITS = 8
-_AT_ONCE = 1 << 16  # keys that are merged as one part
+_SEARCH_BYTES = 256  # bytes of memory that the search for a row reads, roughly
+_PART_BITS = 8  # highest bits of a hash, which number its part
+_AT_ONCE = 1 << 16  # keys; if all checkpoints together have at most so many, they are merged as one part
 
 
 def run(work: Any, n: int, *arrays: Any, nbytes: int = _SEARCH_BYTES) -> None:
-    """Run a kernel for n rows, with several threads if these are many; `nbytes` is the memory that a row takes."""
+    """Run a kernel for n rows, in several threads if n is large; `nbytes`: bytes of memory that it reads for a row."""
     if n <= _FEW:
         run_alone(work, n, *arrays)
     else:
@@ -46,7 +46,7 @@ def run(work: Any, n: int, *arrays: Any, nbytes: int = _SEARCH_BYTES) -> None:
 
 @inline
 def _copy_row(values: Any, place: Any, to: Any) -> None:
-    """Copy the values of a row of the file whose values have this address."""
+    """Copy the values of the row at `place` to `to`; `values` is the address of the values of its file."""
     D = len(to)
     row = array_at(values + (place & np.int64((1 << PLACE_BITS) - 1)) * D * 4, D, np.float32)
     for j in range(D):
@@ -72,8 +72,8 @@ class TableFiles(NamedTuple):
     """The files of a table in a chain, newest first."""
 
     chain: list[Checkpoint]  # newest first
-    entries: list[RangeFile]  # in the manifests
-    chunks: list[RowChunk]
+    entries: list[RangeFile]  # [F], the files' entries in the manifests
+    chunks: list[RowChunk]  # [F], the files' rows
     layers: LongIds  # [L + 1]; the l-th newest checkpoint has the files layers[l] to layers[l + 1]
 
     def of(self, layer: int) -> range:
@@ -82,10 +82,10 @@ class TableFiles(NamedTuple):
 
 
 class FileValues(NamedTuple):
-    """The values of a column in files."""
+    """Where the values of a column are in memory."""
 
-    addresses: LongIds  # [F]
-    width: int  # of a row, in float32 values
+    addresses: LongIds  # [F], the address of each file's values
+    width: int  # number of float32 values of a row
 
 
 NO_VALUES = FileValues(np.zeros(0, np.int64), 0)
@@ -94,9 +94,9 @@ NO_VALUES = FileValues(np.zeros(0, np.int64), 0)
 class IndexedRows(NamedTuple):
     """The rows that an index has found."""
 
-    ids: AnyIds  # [N], which were checked; or keys
+    ids: AnyIds  # [N], positions in stored order; for a table by key, keys
     places: LongIds  # [N]
-    values: Rows  # float32 [N, D]
+    values: Rows  # float32 [N, D], of one column; D is 0 if no values were asked for
 
 
 @kernel
@@ -106,9 +106,10 @@ def _find_ids(start: Any, stop: Any, ids: Any, layers: Any, files: Any, addresse
     Args:
         start: The first index.
         stop: The end of the indices.
-        ids: int32 or int64 [N].
+        ids: int32 or int64 [N], positions in stored order.
         layers: int64 [L + 1], see `TableFiles`.
-        files: int64 [F, 4]; for each file: first row, end, number of rows, address of their ids (0: all rows).
+        files: int64 [F, 4]; for each file: first row and end of its range, number of its rows, and address of their ids
+            (0 if it has all rows of the range).
         addresses: int64 [F], the addresses of the files' values, if D is not 0.
         places: Output, int64 [N].
         out: Output, float32 [N, D].
@@ -149,10 +150,10 @@ class IdIndex:
 
     Args:
         name: The table.
-        files: Its files, the oldest of which have all rows.
+        files: Its files; those of the oldest checkpoint have all rows.
     """
 
-    unknown, has_initial = np.zeros(0, np.int64), False  # see `KeyedIndex`
+    unknown, has_initial = np.zeros(0, np.int64), False  # as in `KeyedIndex`, for a table that has neither
 
     def __init__(self, name: str, files: TableFiles) -> None:
         about = files.chain[0].manifest.table(name)
@@ -162,13 +163,13 @@ class IdIndex:
         self._files = np.array(described, np.int64).reshape(-1, 4)
 
     def find(self, ids: npt.ArrayLike, unknown: object = None, values: FileValues = NO_VALUES) -> IndexedRows:
-        """Return the rows of ids [N], with these values; raise the errors of `HostTable.lookup`."""
+        """Return the places of ids [N] and their values in a column; raise the errors of `HostTable.lookup`."""
         del unknown
         checked = checked_ids(ids, self.rows, self.name)
         return self.locate(get_positions(checked, self.rows) if self._spread else checked, values)
 
     def locate(self, positions: AnyIds, values: FileValues = NO_VALUES) -> IndexedRows:
-        """Return the rows at positions [N] in stored order, with these values."""
+        """Return the places of the rows at positions [N] in stored order, and their values in the column `values`."""
         n = len(positions)
         found = IndexedRows(positions, np.empty(n, np.int64), np.empty((n, values.width), np.float32))
         own = self._layers, self._files, values.addresses
@@ -178,7 +179,7 @@ class IdIndex:
 
 @inline
 def _find(keys: Any, found: Any, first: Any, last: Any) -> Any:
-    """Return the position of the key with a hash among keys in the order of hashes, or -1.
+    """Return the position of the key whose hash is `found`, or -1; the keys are in the order of their hashes.
 
     `first` and `last` are the hashes of the first and the last key.
     """
@@ -213,10 +214,10 @@ def _find_keys(start: Any, stop: Any, keys: Any, index: Any, turns: Any, address
         stop: The end of the indices.
         keys: int64 [N].
         index: Three arrays. The first is int64 [L + 1], see `TableFiles`. The second is int64 [F, 5], for each file:
-            the hashes of its first and of its last key, the number of its keys, their address, and the number of rows
-            before them. The third is int64 [L, 4], for each checkpoint: the same of keys that are gone since its
-            parent.
-        turns: int64 [T], the places that keys without a row get in turn.
+            the hashes of its first and of its last key, the number of its keys, their address, and the number of
+            out-of-vocabulary rows before them. The third is int64 [L, 4], for each checkpoint: the first four of these
+            numbers for the keys that have lost their rows since its parent.
+        turns: int64 [T], places for keys without a row: the i-th key gets the (i modulo T)-th.
         addresses: As for `_find_ids`.
         places: As for `_find_ids`.
         out: As for `_find_ids`; rows whose place is negative are left unchanged.
@@ -258,7 +259,7 @@ class KeyedIndex:
 
     Attributes:
         unknown: int64 [P], the places of the out-of-vocabulary rows, in the order of their names.
-        others: By checkpoint, newest first, its keys that have no row.
+        others: For each checkpoint, newest first: its keys that have no row.
         has_initial: Whether keys without a row read their own initial values: their place is `NOWHERE`.
     """
 
@@ -289,7 +290,7 @@ class KeyedIndex:
         return self._states[0].count
 
     def _count_unknown(self, layer: int) -> LongIds:
-        """Return the number of out-of-vocabulary rows in each file of a checkpoint, which are its first rows."""
+        """Return how many out-of-vocabulary rows, the first of a checkpoint, are in each of its files."""
         chunks = [self._files.chunks[file] for file in self._files.of(layer)]
         left = len(self._states[layer].unknown)
         return np.array([max(0, min(len(chunk), left - chunk.start)) for chunk in chunks], np.int64)
@@ -297,14 +298,14 @@ class KeyedIndex:
     def find(
         self, ids: npt.ArrayLike, unknown: str | Sequence[str] | None = None, values: FileValues = NO_VALUES
     ) -> IndexedRows:
-        """Return the rows of keys [N], with these values.
+        """Return the places of keys [N], and their values of one column.
 
         Args:
             ids: Keys, integers of 64 bits [N].
-            unknown: Name of the out-of-vocabulary row of keys without a row, None for the one without a name; or names
-                of several, which keys use in turn, as columns of ids [B, k] do. It has no effect if such keys read
-                zeros or their own initial values.
-            values: The values.
+            unknown: Name of the out-of-vocabulary row that keys without a row read; None for the row without a name.
+                Or k names, which the keys use in turn: for ids [B, k], flattened, one name for each column. It has no
+                effect if keys without a row read zeros or their own initial values.
+            values: The column.
 
         Raises:
             TypeError, ValueError: The keys are not integers, or have a wrong shape.
@@ -330,7 +331,7 @@ class KeyedIndex:
         return NOWHERE if self.has_initial else int(self.unknown[self._names.index(name)])
 
     def merge(self) -> "MergedKeys":
-        """Return all keys; raise BrokenCheckpointError if those of the checkpoints contradict each other."""
+        """Return all keys of the table; raise BrokenCheckpointError if the checkpoints' keys contradict each other."""
         count, path = self.rows, self._files.chain[0].path
         layers = [self._read_layer(layer) for layer in reversed(range(len(self._states)))]
         unknown = join_columns([_NOTHING, *(self._unknown_keys[file] for file in self._files.of(0))])
@@ -379,7 +380,7 @@ class KeyedIndex:
         return merged
 
     def _between(self, files: range, first: int, last: int) -> "_Part":
-        """Return the first-th to last-th key of some files."""
+        """Return the keys [first, last) with the places of their rows, counted over all keys of these files."""
         columns, places, begin = [_NOTHING], [np.zeros(0, np.int64)], 0
         for file in files:
             keys = self._keys[file]
@@ -396,12 +397,12 @@ class MergedKeys(NamedTuple):
     """The keys of a chain's table by key, in the order of their hashes, and where the newest version of each row is."""
 
     columns: KeyColumns  # [K]
-    unknown: KeyColumns  # [P], of the out-of-vocabulary rows
-    places: LongIds  # [P + K], of the out-of-vocabulary rows, and of the keys' rows
-    others: OtherKeys  # of the newest checkpoint
+    unknown: KeyColumns  # [P], the keys of the out-of-vocabulary rows
+    places: LongIds  # [P + K], the places of the out-of-vocabulary rows, and then of the keys' rows
+    others: OtherKeys  # the keys that have no row in the newest checkpoint
 
     def between(self, start: int, stop: int) -> KeyColumns:
-        """Return the keys of the rows [start, stop): the out-of-vocabulary rows are first."""
+        """Return the keys of the rows [start, stop); the out-of-vocabulary rows come first."""
         first = len(self.unknown.keys)
         keys = self.columns.at(slice(max(start, first) - first, max(stop, first) - first))
         return keys if start >= first else join_columns([self.unknown.at(slice(start, min(stop, first))), keys])
@@ -415,10 +416,10 @@ class MergedKeys(NamedTuple):
 class _Layer(NamedTuple):
     """The keys of one checkpoint, in the order of their hashes."""
 
-    number: int
-    files: range
+    number: int  # 0 for the newest checkpoint
+    files: range  # numbers of its files
     ends: LongIds  # [parts + 1], where the keys of each part begin and end
-    gone_ends: LongIds  # [parts + 1], the same for the keys that are gone
+    gone_ends: LongIds  # [parts + 1], the same for the keys that have lost their rows since the parent
 
 
 class _Part(NamedTuple):
@@ -456,7 +457,7 @@ def _ends(hashes: npt.NDArray[np.uint64]) -> LongIds:
 
 
 def _replace(merged: _Part, gone: Keys, new: _Part) -> _Part:
-    """Remove keys, and then add keys or replace them; all are in the order of their hashes."""
+    """Remove the keys `gone` from `merged`, then add or replace those of `new`; all are in the order of hashes."""
     if not len(merged.places):
         return new
     hashes, others = mix64(merged.columns.keys.view(np.uint64)), mix64(new.columns.keys.view(np.uint64))

@@ -99,7 +99,7 @@ class SavedModel(Mapping[str, SavedTable]):
 
     @cached_property
     def extra(self) -> Any:
-        """The `extra` of `Runtime.save`; for the command `train`, a dict with `dense`, `random` and `more`.
+        """The `extra` given to `Runtime.save`; for the command `train`, a dict with `dense`, `random` and `more`.
 
         It is read on first access, which needs torch and (unlike the tables) the checkpoint's folder.
 

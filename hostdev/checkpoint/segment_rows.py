@@ -50,7 +50,7 @@ class SegmentRows:
         self.format = make_format(root, table, self.state)
         self._maps = [np.frombuffer(mapped(root / file.file), np.uint8) for file in self.state.files]
         if not (all_rows and 2 * sum(each.nbytes for each in self._maps) <= available_bytes()):
-            for each in self._maps:  # the rows of a lookup, and of a range, are anywhere; what lies around is not used
+            for each in self._maps:  # the rows of a lookup or a range are scattered, so reading ahead is useless
                 read_singly(each)
         row_bytes = count_row_bytes(self.format)
         records = Format.of(row_bytes, 0)
@@ -62,7 +62,9 @@ class SegmentRows:
         self._records = count_records(self.state)
 
     def read(self, locations: LongIds, ids: LongIds) -> Float32 | Split:
-        """Return the rows at locations [N] in memory; ids [N] are the rows' ids in the whole table, or their keys.
+        """Return copies of the rows at locations [N]; ids [N] are the rows' ids in the whole table, or their keys.
+
+        A row with location 0 gets its initial values.
 
         Raises:
             BrokenCheckpointError: A segment is damaged, or there is no such location.
@@ -149,7 +151,7 @@ def count_records(state: SegmentState) -> LongIds:
 
 
 def require_locations(root: Path, table: Table, locations: LongIds, records: LongIds) -> None:
-    """Raise BrokenCheckpointError unless locations [N], none of which is 0, are in segments with so many records."""
+    """Raise BrokenCheckpointError unless locations [N], not 0, exist; `records`: each segment's number of records."""
     segments, numbers = split_locations(locations)
     wrong = (locations < 0) | (segments >= len(records))
     if wrong.any() or (numbers >= records[segments]).any():
@@ -159,7 +161,7 @@ def require_locations(root: Path, table: Table, locations: LongIds, records: Lon
 
 
 def make_format(root: Path, table: Table, state: SegmentState) -> RowFormat:
-    """Return the format of a table's rows; raise BrokenCheckpointError if the manifest does not say one."""
+    """Return the format of a table's rows; raise BrokenCheckpointError if the manifest's entry does not define one."""
     try:
         optimizer: Any = _OPTIMIZERS[table.optimizer](**table.arguments)
         init = from_text(state.init)

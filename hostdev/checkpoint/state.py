@@ -92,8 +92,8 @@ def from_tree(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 def tensors_as_bytes(tensors: dict[str, Tensor]) -> bytes:
     """Return tensors in host memory in safetensors format.
 
-    `safetensors.torch` makes a type of ctypes for each number of bytes that it meets, which is never freed; the arrays
-    of a run that lasts are longer in each checkpoint. It is used for types that NumPy lacks, such as bfloat16.
+    `safetensors.torch` creates a ctypes type for each new number of bytes, and never frees it; in a long run, arrays
+    grow from checkpoint to checkpoint. So it is used only for types that NumPy lacks, such as bfloat16.
     """
     try:
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -146,7 +146,7 @@ def state_digest(
         names: For each dense array, its name in the digest and its name in the file.
         tensors: The dense arrays, by name in the file.
         version: The format version that defines the digest.
-        known: By table, digests of rows, which need not be computed again.
+        known: Known digests of rows, by table; they are not computed again.
     """
     digest = StateDigest1() if version == 1 else StateDigest()
     for table in sorted(layers.manifest.tables, key=lambda table: table.name):

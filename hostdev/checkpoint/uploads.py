@@ -31,15 +31,16 @@ def send_checkpoint(
     require_alone: Callable[[], object],
     done: Callable[[File | None, About, int], object],
 ) -> None:
-    """Copy a checkpoint to a store, the manifest after all other files; a manifest that is there is removed first.
+    """Copy a checkpoint to a store: remove a manifest of its name, copy all other files, and then copy its manifest.
 
     Args:
         checkpoint: The checkpoint.
         store: The store.
-        known: Files of the store by size and SHA-256, which are copied within it.
+        known: Paths in the store by size and SHA-256; a file that is among these is copied within the store.
         check: Raises an error if a file of the checkpoint is damaged; called before it is sent.
         require_alone: Raises an error if another process writes to the store; called before the manifest is sent.
-        done: Called with each file, None for the manifest, the facts about its copy, and the bytes that were sent.
+        done: Called with each file (None for the manifest), facts about its copy in the store, and the bytes sent
+            (0 for the manifest).
     """
     path = checkpoint.path
 
@@ -53,7 +54,7 @@ def send_checkpoint(
         return store.put(source, target), file.bytes
 
     manifest_name = f"{path.name}/{FILE_NAME}"
-    store.remove(manifest_name)  # of a damaged one
+    store.remove(manifest_name)  # that of a damaged checkpoint of this name
     files = checkpoint.manifest.files
     calls = (partial(put, file) for file in files)
     for file, (about, size) in zip(files, call_all(_THREADS, "hostdev-upload", calls), strict=True):
@@ -63,12 +64,12 @@ def send_checkpoint(
 
 
 class Uploads:
-    """What a process that writes checkpoints brings to a store: the state of its folder.
+    """Uploads by a process that writes checkpoints: they give a store the checkpoints of the process's folder.
 
-    Checkpoints that the folder has no more are removed from the store, too. If uploads are slower than checkpoints are
-    saved, those are left out that were removed meanwhile. Files are compared with their checksums before they are
-    uploaded. Those that the store has already are compared, too: once, and again when the store says that they have
-    changed; damaged ones are replaced.
+    Checkpoints that the folder no longer has are removed from the store, too. If uploads are slower than checkpoints
+    are saved, checkpoints that were removed meanwhile are not uploaded. A file's checksum is verified before the file
+    is uploaded. Files that the store already has are compared with the folder's once, and again when the store reports
+    that they have changed; damaged ones are replaced.
 
     Attributes:
         failure: Why the last upload failed; None if it did not.
@@ -88,11 +89,11 @@ class Uploads:
         self.path, self.store = path, Store(address)
         self.failure: str | None = None
         self.count = self.failures = 0
-        self._compared: dict[str, About] = {}  # files in the store that are intact, as they were then
-        self._there: set[str] = set()  # checkpoints that the store has
+        self._compared: dict[str, About] = {}  # by path in the store: facts about files when they were found intact
+        self._there: set[str] = set()  # names of the checkpoints that the store has
         self._token = b""
         self._counting = threading.Lock()
-        self._left = self._sent = 0
+        self._left = self._sent = 0  # bytes to upload, bytes uploaded
         self._worker = Worker("hostdev-upload", self._try_upload)
 
     @classmethod
@@ -101,7 +102,9 @@ class Uploads:
         return None if address_of(path) is None else cls(path)
 
     def begin(self) -> None:
-        """Copy what the store has, and let other writers know that this process writes there now.
+        """Copy the store's checkpoints to the folder, and announce this process to other writers.
+
+        Leftovers of killed uploads are removed from the store, and checkpoints that it lacks are uploaded.
 
         Raises:
             UserError: The store cannot be read or written.
@@ -120,16 +123,16 @@ class Uploads:
         files = self.store.list()
         for name in {file.partition("/")[0] for file in files}:
             if folder.is_name(name) and f"{name}/{FILE_NAME}" not in files:
-                remove_stored(self.store, name)  # what a killed upload has left
+                remove_stored(self.store, name)  # left behind by a killed upload
         if set(names) != self._there:
             self.notify()
 
     def notify(self) -> int:
-        """Ask for the folder's state to be brought to the store; return a number for `wait`."""
+        """Request an upload of the folder's checkpoints; return the request's number, for `wait`."""
         return self._worker.ask()
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until what was asked for has been uploaded or has failed: with `number`, or everything."""
+        """Wait until the request `number`, or every request if it is None, has ended with an upload or a failure."""
         wanted = self._worker.asked if number is None else number
         if self.is_done(wanted):
             return
@@ -141,11 +144,11 @@ class Uploads:
                 total, seen = max(0, total - (sent - seen)), sent
 
     def is_done(self, number: int) -> bool:
-        """Return whether an upload has ended, well or not."""
+        """Return whether the request `number` has ended, with an upload or a failure."""
         return self._worker.ended >= number
 
     def require(self, number: int) -> None:
-        """Wait for an upload; raise StoreError if it has failed."""
+        """Wait until the request `number` has ended; raise StoreError if the last upload has failed."""
         self.wait(number)
         if self.failure is not None:
             raise StoreError(self.failure)
@@ -183,7 +186,7 @@ class Uploads:
             except BrokenCheckpointError as error:
                 damage = damage or error
         if damage is not None:
-            raise damage  # before older ones are removed from the store
+            raise damage  # and keep older checkpoints in the store
         names = folder.names_in(self.path)
         for name in sorted(self._there - set(names)):
             self._require_alone()
@@ -218,11 +221,15 @@ class Uploads:
             raise
 
     def _mend(self, names: Sequence[str], parents: set[str]) -> None:
-        """Compare the files of the store's checkpoints with those here, and replace damaged ones.
+        """Compare the files of checkpoints in the store with the folder's, and replace damaged ones in the store.
+
+        Args:
+            names: The checkpoints in the folder.
+            parents: The checkpoints that new ones build on.
 
         Raises:
-            BrokenCheckpointError: A file that new checkpoints build on is damaged here, and cannot be compared.
-            StoreError: The store has other files since another process writes there, or cannot be reached.
+            BrokenCheckpointError: A file that new checkpoints build on is damaged in the folder.
+            StoreError: Another process writes to the store, or the store cannot be reached.
         """
         stored = self.store.list()
         self._compared = {name: about for name, about in self._compared.items() if name.partition("/")[0] in names}
@@ -241,7 +248,7 @@ class Uploads:
                     note(f"warning: {error}; it cannot be compared with the one in {self.store.shown}")
                     return
                 if (same := self.store.compare(target, source)) is None:
-                    self._require_alone()  # else it may be another's
+                    self._require_alone()  # else the file may be another process's
                     note(f"{self.store.shown}/{target} is damaged; it is replaced from {source}")
                     same = self.store.put(source, target)
                 self._compared[target] = same
@@ -264,7 +271,7 @@ class Uploads:
             pass
 
     def _segments(self) -> dict[tuple[int, str], str]:
-        """Return the segments that the store has, by size and checksum, with their names there."""
+        """Return the paths in the store of the segments that it has, by size and checksum."""
         segments: dict[tuple[int, str], Path] = {}
         for name in self._there:
             with contextlib.suppress(HostdevError):
@@ -272,7 +279,7 @@ class Uploads:
         return {key: path.relative_to(self.path).as_posix() for key, path in segments.items()}
 
     def _require_alone(self) -> None:
-        """Raise StoreError if another process writes to the store since this one has begun."""
+        """Raise StoreError if another process has begun to write to the store after this one."""
         if self.store.read_if_there(WRITER) != self._token:
             raise StoreError(
                 f"{self.store.shown} is in use: another process has begun to write checkpoints there; end one"

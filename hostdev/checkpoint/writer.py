@@ -1,6 +1,6 @@
 """Writing of a checkpoint in background threads, from snapshots of the tables, while training continues.
 
-S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+S and R: number of optimizer state columns with D values per row, and with one value per row.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Content(NamedTuple):
     """Values that are saved in addition to the tables.
 
     Attributes:
-        state: A JSON-compatible dict, from `tree.to_tree`.
+        state: A JSON-compatible dict, from `state.to_tree`.
         tensors: The tensors in `state`.
         others: Files by their names in the checkpoint; written to full checkpoints only.
         digest: For each dense array in the state's digest, its name in the digest, and its name in `tensors`.
@@ -95,7 +95,7 @@ class AsyncWriter:
         channel: Connects the processes that write this checkpoint, each its own rows.
         release: Called last, to unlock the folder.
         held: As for `hold_segments`.
-        uploads: Bring the checkpoint to a store.
+        uploads: Upload the checkpoint; None if the folder has no store.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class AsyncWriter:
         self._parent, self._keep, self._state_sha256, self._on_end = parent, keep, state_sha256, on_end
         self._release, self._channel, self._best_steps, self._held = release, channel, best_steps, held or {}
         self._needs_digest = channel.ranks == 1 and parent is None and state_sha256 is None
-        self._needs_digest &= all(item.table.segments is None for item in items)  # it would take a read of all segments
+        self._needs_digest &= all(item.table.segments is None for item in items)  # it would need a read of all segments
         self._hashes_rows = self._needs_digest and all(has_whole_ranges(item.table) for item in items)
         self.range_digests: dict[str, RangeDigests] = {}
         self.checkpoint: Checkpoint | None = None
         self.error: BaseException | None = None
         self.is_reported = False  # the outcome was reported to a caller
         self._uploads, self._upload = uploads, 0
-        start_helpers()  # not by the writer's threads, whose priority is low
+        start_helpers()  # here: threads that the writer starts would have its low priority
         self._ended = run_in_thread("hostdev-checkpoint", self._run)
 
     @property
@@ -144,10 +144,11 @@ class AsyncWriter:
         wait([self._ended])
 
     def wait(self) -> Checkpoint:
-        """Wait until the checkpoint is written, to a store if it is for one, and return it.
+        """Wait until the checkpoint is written, and uploaded if the folder has a store; return the checkpoint.
 
         Raises:
-            Exception: The error that ended it, such as OSError.
+            Exception: The error that ended the writing, such as OSError.
+            StoreError: The upload has failed.
         """
         self.join()
         self.is_reported = True
@@ -170,7 +171,7 @@ class AsyncWriter:
 
     @property
     def is_uploading(self) -> bool:
-        """Whether the checkpoint is on its way to a store, or will be."""
+        """Whether the checkpoint is being written, or is not uploaded yet."""
         return self.is_running or (self._uploads is not None and not self._uploads.is_done(self._upload))
 
     def _take_upload_failure(self) -> str | None:
@@ -181,7 +182,7 @@ class AsyncWriter:
         return f"the checkpoint of step {self._step:,} was not uploaded: {uploads.failure}"
 
     def await_upload(self) -> None:
-        """Wait until the checkpoint is in its store, or has failed."""
+        """Wait until the checkpoint is uploaded, if the folder has a store, or until that has failed."""
         self.join()
         if self._uploads is not None:
             self._uploads.wait(self._upload)
@@ -206,7 +207,7 @@ class AsyncWriter:
                 try:
                     item.source.end()
                     item.end(self.checkpoint is not None)
-                except Exception as error:  # the others must end, too, since training waits for them
+                except Exception as error:  # the other items must end, too, since training waits for them
                     self.error = self.error or error
             self._on_end(self)
         if self.checkpoint is not None and self._channel.rank == 0:
@@ -243,7 +244,7 @@ class AsyncWriter:
             tables = [join_entries(item.table, part) for item, part in zip(self._items, parts, strict=True)]
 
             others = [item.source.other_keys for item in self._items]
-            _agree(channel, lambda: [keys() for keys in others] and None)  # which may fail in one process alone
+            _agree(channel, lambda: [keys() for keys in others] and None)  # all processes raise a failure of one
             files = [_gather_files(keys(), channel) for keys in others]
 
             def commit() -> None:
@@ -292,7 +293,7 @@ class AsyncWriter:
         return content
 
     def _prefix(self, number: int) -> str:
-        """Return how the names of this process's files of a table begin."""
+        """Return the beginning of the names of this process's files of a table."""
         return f"tables/{number}/{'' if self._channel.ranks == 1 else f'{self._channel.rank}-'}"
 
     def _write_tables(self, partial: Path) -> list[Table]:
@@ -348,7 +349,7 @@ def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
 
 
 def _gather_files(keys: Sequence[Any] | None, channel: LocalChannel) -> dict[str, bytes]:
-    """Return the files of a table's keys that have no row: of all processes, on the first one."""
+    """Return the files of keys that have no row: the first process gets all processes' keys, the others none."""
     return {} if keys is None else OtherKeys(*map(channel.gather_first, keys)).files()
 
 

@@ -1,7 +1,7 @@
 """The program `hostdev`, which runs the commands that packages register.
 
-A command is a module, registered as an entry point of the group `hostdev.command`; `Command` says what it has. It
-imports little, so that its options are checked, and `--help` is printed, before slow imports.
+A command is a module, registered as an entry point of the group `hostdev.command`; `Command` lists its members. The
+module imports little, so that its options are checked, and `--help` is printed, before slow imports.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from hostdev.core import registry
 
 KIND = "command"
-FIRST = ("train", "quickstart", "preprocess")  # in lists of commands; the others follow in alphabetical order
+FIRST = ("train", "quickstart", "preprocess")  # first in lists; all others follow alphabetically
 
 
 class Command(Protocol):
@@ -29,12 +29,12 @@ class Command(Protocol):
 
 
 def names() -> list[str]:
-    """Return the names of the commands."""
+    """Return the names of the registered commands, in the order of lists."""
     registered = registry.names(KIND)
     return [*(name for name in FIRST if name in registered), *(name for name in registered if name not in FIRST)]
 
 
 def find(name: str) -> Command:
-    """Return a command's module; raise UserError if there is none."""
+    """Return a command's module; raise UserError if no command has this name."""
     command: Command = registry.find(KIND, name)
     return command

@@ -1,6 +1,6 @@
 """An embedding table and its optimizer state in device memory: the counterpart of the host table.
 
-S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+S and R: number of optimizer state columns with D values per row, and with one value per row.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from hostdev.kernels.plane_formats import BFLOAT16
 
 _ERASED = 1 << 16  # rows erased at a time
 _FILL_BYTES = 1 << 26  # bytes of rows filled at a time
-_FOLD_BYTES = 1 << 28  # bytes of squares at a time
+_FOLD_BYTES = 1 << 28  # bytes of squares summed at a time
 
 
 class DeviceWriting(ColumnCopies):
@@ -41,7 +41,7 @@ class DeviceWriting(ColumnCopies):
         table: The table's name, for errors.
         columns: Views of the table's weights and optimizer state by name.
         ids: int64 [N] on the device, all different; None for all rows.
-        current: Called with `ids`; returns these rows' columns as of the last step. None if `columns` already are.
+        current: Called with `ids`; returns these rows' columns as of the last step. None if `columns` are up to date.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class DeviceTable(Owned):
         self.optimizer = optimizer
         self._block = torch.empty((rows, 1 + len(optimizer.slots), dim), dtype=torch.float32, device=device)
         self._init = initializer(init, rows, dim, name)
-        self.writes = int(isinstance(self._init, Given))  # the program's own values
+        self.writes = int(isinstance(self._init, Given))  # an array of initial weights counts as a write
         self._fill(self._init, self.seed)
         row_slots = torch.tensor(list(optimizer.row_slots.values()), dtype=torch.float32, device=device)
         self._row_slots = row_slots.repeat(rows, 1)
@@ -245,7 +245,7 @@ class DeviceTable(Owned):
         return self._named(*self._current_memory(ids))
 
     def _current_memory(self, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return what `memory` does, of all rows or of `ids`, as they are after the last step."""
+        """Return block and row_slots, of all rows or of `ids`, as they are after the last step."""
         block, row_slots = self._block, self._row_slots
         if (clock := self.clock()) is not None:
             block, row_slots = (

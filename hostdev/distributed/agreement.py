@@ -47,7 +47,7 @@ def compare(each: Sequence[Values], where: str = "") -> None:
 
 
 def take_least(values: Mapping[str, int], each: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Return, for each of this rank's values, the least over the ranks that have it; `each` has those of all ranks."""
+    """Return, for each name in `values`, the least value over the ranks that have it; `each` has all ranks' values."""
     return {name: min(other.get(name, value) for other in each) for name, value in values.items()}
 
 

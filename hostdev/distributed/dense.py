@@ -66,7 +66,7 @@ def add_lists(left: Grads, right: Grads) -> Grads:
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], channel: Any) -> None:  # Any: a `Channel`, or a world of one's
+def broadcast_tensors(tensors: Iterable[Tensor], channel: Any) -> None:  # Any: a `Channel` or `LocalChannel`
     """Overwrite tensors with those of the channel's first rank."""
     if channel.ranks == 1:
         return  # avoids copies to and from the host

@@ -28,7 +28,7 @@ class OwnedRows(NamedTuple):
     """Distinct rows of a table by key."""
 
     owners: Positions  # int32 [U], the rank that has each row
-    rows: Positions  # int32 [U], the row's number on this rank
+    rows: Positions  # int32 [U], the row's number on that rank
 
 
 class Asked(NamedTuple):
@@ -69,7 +69,7 @@ class Exchange:
         ranks: The ranks of this run.
         rows: For each group, the number of rows of each of its tables, over all ranks.
         dims: For each group, D of each of its tables.
-        keyed: For each group, whether it is a table by key; its `rows` are the most rows of this rank.
+        keyed: For each group, whether it is a table by key; `rows` is then the maximum number of rows on this rank.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Exchange:
             (0, each) if has_keys else range_of(each, ranks.rank, ranks.size)
             for each, has_keys in zip(rows, by_key, strict=True)
         ]
-        self._here = [stop - start for start, stop in ends]  # own rows
+        self._here = [stop - start for start, stop in ends]  # by group, the number of rows that this rank owns
         self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
         self.keys = KeyExchange(self._ids, by_key.count(True), self._count) if any(by_key) else None
         self.least_bytes = 0  # lower bound of the bytes sent: each id, row and gradient once
@@ -102,7 +102,7 @@ class Exchange:
         """Request rows from their owners; return, by group, the distinct rows requested from this rank and an `Asked`.
 
         Args:
-            groups: Unique ids [U] of each group; the rows of a table by key.
+            groups: Unique ids [U] of each group; `OwnedRows` for a table by key.
         """
         found = [
             partition_by_owner(*ids, self.ranks.size)
@@ -167,20 +167,20 @@ class Exchange:
         before: Sequence[Asked] = (),
         shared: Sequence[Mask] = (),
     ) -> "Incoming":
-        """Send the rows that are ready, and receive those that are ready on other ranks.
+        """Send the rows that are ready, and receive the rows that other ranks have ready.
 
-        If `early` is given, call `late_rows` next for the remaining rows.
+        If `early` is given, the caller must then call `late_rows` for the remaining rows.
 
         Args:
             asked: Result of `ids`, by group.
             values: The distinct rows requested from this rank, by group and table, float32 [any, D]; None for a group
                 without early rows.
-            early: By group, a mask of the rows that are ready, [any]. None means all rows of all groups; do not call
-                `late_rows` then.
+            early: By group, a mask of the rows that are ready, [any]. None means all rows of all groups, and no call of
+                `late_rows`.
             buffer: Called with (U, D); allocates rows [U, D] of a table.
             before: `Asked` of the previous batch, by group; empty on all ranks or on none.
-            shared: By group, a mask of the rows requested from this rank in `before`, [any]: True for those sent late
-                in this batch. The previous batch's gradients of these rows are exchanged first.
+            shared: By group, a mask of the rows requested from this rank in `before`, [any]: True for rows that are
+                sent late in this batch. The previous batch's gradients of these rows are exchanged first.
         """
         incoming = Incoming(
             [[buffer(one.size, dim) for dim in dims] for one, dims in zip(asked, self._dims, strict=True)]
@@ -313,7 +313,7 @@ def _list_incoming(asked: Sequence[Asked], received: Sequence[Mask] | None) -> l
 def make_exchanges(
     world: World, rows: Sequence[int], dims: Sequence[Sequence[int]], keyed: Sequence[bool]
 ) -> dict[bool, Exchange]:
-    """Return the exchanges with other ranks, of passes that update the tables (True) and others; {} for one process.
+    """Return the exchanges with other ranks, by whether a pass updates the tables; {} for a single process.
 
     For the arguments, see `Exchange`.
     """

@@ -31,7 +31,7 @@ Links = list[socket.socket]
 Bytes = npt.NDArray[np.uint8]
 Sizes = npt.NDArray[np.int64]
 _ATTACHED_BYTES = 32 << 10  # a rank with at most this many bytes for others attaches them to its first message
-_STEP_BYTES = 1 << 20
+_STEP_BYTES = 1 << 20  # sizes of shared memory are multiples of this
 _PIECE_BYTES = 1 << 20  # bytes that a thread copies at a time
 _SPARE = 4  # new memory has the needed size plus 1 / _SPARE of it
 

@@ -21,14 +21,14 @@ END = -1  # sent in place of the number of ids if there is no further batch
 
 
 class AskedKeys(NamedTuple):
-    """A table's keys in a batch: those that this rank asks for, and those that all ranks ask it for."""
+    """A table's keys in a batch: the keys that this rank asks for, and the keys that all ranks ask this rank for."""
 
     keys: AnyIds  # int64 [A], the distinct keys that any rank asks this rank for
-    uses: RowNumbers  # int32 [A], how often the whole batch uses each
-    inverse: RowNumbers  # int32 [any], the index among these of each key that a rank asks for
+    uses: RowNumbers  # int32 [A], how often the whole batch uses each key
+    inverse: RowNumbers  # int32 [any], for each key that a rank asks this rank for, its index in `keys`
     wanted: list[int]  # number of keys that each rank asks this rank for
     owners: RowNumbers  # int32 [U], the owner of each key that this rank asks for
-    places: RowNumbers  # int32 [U], the position of each of them among those, sorted by owner
+    places: RowNumbers  # int32 [U], the position of each key that this rank asks for, in the order of owners
     counts: list[int]  # number of keys that this rank asks each rank for
 
 
@@ -94,7 +94,7 @@ class KeyExchange:
         Args:
             asked: Results of `ask`.
             rows: For each table, the rows of the distinct keys, int32 [A]; negative for a key without a row.
-            unknown: For each table, the out-of-vocabulary rows, int32 [any]; those of the first rank count.
+            unknown: For each table, the out-of-vocabulary rows, int32 [any]; the first rank's are sent to all ranks.
         """
         W, rank = self._channel.ranks, self._channel.rank
         cut = [np.split(each[one.inverse], np.cumsum(one.wanted)[:-1]) for each, one in zip(rows, asked, strict=True)]

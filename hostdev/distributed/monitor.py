@@ -21,7 +21,7 @@ LOST_SECONDS = 3.0  # the same after a connection has broken
 _UNLIKE_SECONDS = 1.2  # time that ranks may wait in different calls before they are ended
 _LEFT_SECONDS = 4.0  # the same after a rank has left a loop: longer, because its error would explain more
 _EVERY = 0.5  # seconds between heartbeats
-_ANSWER_SECONDS = 3.0
+_ANSWER_SECONDS = 3.0  # time for another rank to acknowledge a failure
 _GONE = "stopped answering; was it killed?"
 _HANGS = f"has sent no heartbeat for {HUNG_SECONDS:g} s; it hangs"
 

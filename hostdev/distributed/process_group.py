@@ -144,7 +144,7 @@ class Ranks(World):
 
     def find_together(self, find: Callable[[], T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> T:
         """Call `find` on rank 0, and return its result on all ranks: see `World.find_together`."""
-        # Any: what the channel shares
+        # Any: a JSON value
         if self.rank:
             return unpack(self.control.share(None)[0])
         result = find()
@@ -163,7 +163,7 @@ class Ranks(World):
         raise ValueError(message)
 
     def take_part(self, values: Any, ids: Callable[[], Any]) -> Any:  # Any: of NumPy or torch
-        """Return the values of this rank's rows, whose ids `ids` returns, among those of all rows."""
+        """Return the values of this rank's rows, whose ids `ids` returns; `values` has those of all rows of a table."""
         return values[ids()]
 
     def note_loop(self, loop: Closable) -> None:

@@ -21,7 +21,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.launched import LAUNCHERS, RANK_TABLE, SLURM
 
 DEFAULT_PORT = 29500
-# Variables that `start` sets: a secret that all processes share and, for rank 0, the descriptor of a listening socket.
+# Variables that `start_processes` sets: a secret of all processes and, for rank 0, a listening socket's descriptor.
 TOKEN_VARIABLE = "HOSTDEV_TOKEN"
 LISTEN_VARIABLE = "HOSTDEV_LISTEN_FD"
 # Variables from the launcher of this process; the child processes must not inherit them.

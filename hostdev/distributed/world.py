@@ -173,7 +173,7 @@ class World:
     """This process as rank 0 of 1. `process_group.Ranks` overrides what several processes do together.
 
     Attributes:
-        micro_batches: Micro-batches in a step of this rank, unless the program gives a number; None for steps without.
+        micro_batches: Default number of micro-batches in a step of this rank; None for steps without micro-batches.
         label: The rank for files that name it; None for the only process.
     """
 
@@ -240,10 +240,11 @@ class World:
         """Call `find` on rank 0, and return its result on all ranks.
 
         Args:
+            find: Returns the result.
             pack: Returns the result as a JSON value for the other ranks.
             unpack: Returns the result from that value.
         """
-        # Any: what the channel shares
+        # Any: a JSON value
         return find()
 
     def require_own_rows(self, table: str) -> None:
@@ -253,7 +254,7 @@ class World:
         """Raise ValueError with this message if other ranks have gradients of the step."""
 
     def take_part(self, values: Any, ids: Callable[[], Any]) -> Any:  # Any: of NumPy or torch
-        """Return the values of this rank's rows, whose ids `ids` returns, among those of all rows."""
+        """Return the values of this rank's rows, whose ids `ids` returns; `values` has those of all rows of a table."""
         return values
 
     def note_loop(self, loop: Closable) -> None:

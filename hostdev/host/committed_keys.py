@@ -1,8 +1,8 @@
-"""The keys of a table by key at one moment, in the order of their hashes, which is that of all results.
+"""The keys of a table by key at one moment, in the order of their hashes, as in all results.
 
 A `KeySnapshot` copies rows on write, for checkpoints that are written during training. Its positions 0 .. P - 1 stand
-for the out-of-vocabulary rows, in the order of their names, and then for the rows of the snapshot's keys, in the order
-of the keys' hashes.
+for the P out-of-vocabulary rows, in the order of their names. The following positions stand for the rows of the
+snapshot's keys, in the order of the keys' hashes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,17 +51,17 @@ class CommittedKeys:
 
     @cached_property
     def live(self) -> Bits:
-        """The rows that have a key."""
+        """The rows that have a key, one bit per row."""
         return bits_of(split(self.packed)[0] != 0)
 
     @cached_property
     def rows(self) -> npt.NDArray[np.int32]:
-        """The rows that have a key, int32 [K]."""
+        """The rows that have a key, int32 [K], in the order of the keys' hashes."""
         return sorted_rows(self.by_row, self.live)
 
     @property
     def keys(self) -> Keys:
-        """The keys that have a row, int64 [K]."""
+        """The keys that have a row, int64 [K], in the order of their hashes."""
         return self.by_row[self.rows]
 
     @property
@@ -91,7 +91,7 @@ class CommittedKeys:
 
 
 def newest(parts: list[tuple[Keys, Values]]) -> tuple[Keys, Values]:
-    """Return distinct keys, ascending, with the last of their values."""
+    """Return the distinct keys of all parts, ascending; each has its value from the last part that has the key."""
     keys = np.concatenate([keys for keys, _ in parts])[::-1]
     values = np.concatenate([values for _, values in parts])[::-1]
     keys, first = np.unique(keys, return_index=True)
@@ -102,12 +102,12 @@ class KeySnapshot(Snapshot):
     """The rows of a table by key when the snapshot is constructed.
 
     Args:
-        copies: Copies rows.
+        copies: As for `Snapshot`.
         rows: Number of rows that the table can have.
         budget: As for `Snapshot`.
         unknown: The out-of-vocabulary rows by name, in the order of the names.
         found: The table's keys.
-        changed: The rows that the snapshot has if their keys have a row, or None for all.
+        changed: One bit per row: the snapshot has those of these rows that have a key; None for all rows with a key.
         gone: int64 [G], keys that have lost their rows since the last snapshot.
     """
 
@@ -134,14 +134,14 @@ class KeySnapshot(Snapshot):
 
     @cached_property
     def _order(self) -> npt.NDArray[np.int32]:
-        """The row of each position; sorted by the thread that writes, as that takes time."""
+        """The row of each position; computed at its first use, in the writer's thread, since sorting takes time."""
         live, self._live = self._live, None
         assert live is not None
         return sorted_rows(self.found.by_row, live, self._own)
 
     @cached_property
     def _positions(self) -> npt.NDArray[np.int32]:
-        """The position of each row; undefined for other rows."""
+        """The position of each of the snapshot's rows, indexed by row; undefined for other rows."""
         rows = self._order
         found: npt.NDArray[np.int32] = reserved((int(rows.max(initial=0)) + 1,), np.int32)
         found[rows] = np.arange(len(rows), dtype=np.int32)

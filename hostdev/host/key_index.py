@@ -42,7 +42,7 @@ Norms = Callable[[RowNumbers], npt.NDArray[np.float64]]
 
 _LEAST_SPARE, _MOST_SPARE = LEAST_SPARE, MOST_SPARE
 _DEAD = 0  # in `_last`: the row has no key
-_MOST = 2**32 - 1  # uses
+_MOST = 2**32 - 1  # largest number of uses
 
 
 class KeyIndex(FreeRows):
@@ -54,15 +54,15 @@ class KeyIndex(FreeRows):
         admit: When a key gets a row, or None for at once.
         evict: When a key loses its row, or None for never.
         seed: Seed of `Probability`.
-        unknown: With INITIAL, a step gives each key without a row one for itself; with ZEROS, it takes one row that
-            they can share. These rows are free again after the step.
-        part: (rank, ranks) if the keys of all ranks are one table, whose capacity this is; this rank has those of its
-            parts (see `kernels.shards`). None for the whole table.
+        unknown: With INITIAL, each key without a row gets a row for one step; with ZEROS, all of them share one row for
+            the step. These rows are free again after the step.
+        part: (rank, ranks) if the table's keys are divided among ranks (`kernels.shards`); `capacity` is that of all
+            ranks together. None for the whole table.
         require_memory: Called with a number of rows that are about to be used for the first time, and the number of
             keys; raises UserError if there is no memory for the rows.
 
     Attributes:
-        keys: int64 [V], the key of each row; rows without a key have an undefined one.
+        keys: int64 [V], the key of each row; undefined for a row without a key.
         step: Number of finished steps.
     """
 
@@ -95,7 +95,7 @@ class KeyIndex(FreeRows):
         super().__init__(min(capacity + spare, MOST_ROWS), require_memory)
         self.keys: Keys = reserved((self.row_space,), np.int64)
         self._packed: npt.NDArray[np.uint64] = reserved((self.row_space,), np.uint64)
-        self._last, self._uses = split(self._packed)  # of each row, uint32 [V]
+        self._last, self._uses = split(self._packed)  # last step and uses of each row's key, uint32 [V]
         self.step = self.decays = 0
         self._undo: deque[Undo] = deque()
 
@@ -140,7 +140,7 @@ class KeyIndex(FreeRows):
         return found
 
     def take_row(self, key: int) -> int:
-        """Return a row for good that no key has; `key` stands for it in `keys`."""
+        """Take a free row that no key will ever get, and return it; `key` is its entry in `keys`."""
         row = int(self._take_rows(1)[0])
         self.keys[row] = key
         return row
@@ -179,17 +179,17 @@ class KeyIndex(FreeRows):
             counted = counted if total is None else total(counted)
             live, waiting, new, evicted, without_rows, without_memory = counted.tolist()
             evicts = self.evict is not None and self.evict.keep is not None
-            if live + new > self.capacity and (new or evicts):  # keys that a program has written may be too many
+            if live + new > self.capacity and (new or evicts):  # keys written without a step may be too many
                 if not evicts:
                     raise self._full(live, new)
-                if decays := self.evict is not None and self.evict.decay < 1:  # before uses are added
+                if decays := self.evict is not None and self.evict.decay < 1:  # this step's uses do not decay
                     restore(rows, self._packed, undo.before)
                 more = self._evict(undo, rows[rows != EMPTY], step, norms, total, most=self.capacity - new)
                 if decays:
                     undo.before = use(rows, uses, step, self._packed)
                 live, evicted = live - more, evicted + more
             if without_rows:
-                raise PlannedAheadError if norms is None else self._full(live, new)  # a pass begins with all rows free
+                raise PlannedAheadError if norms is None else self._full(live, new)  # no earlier step holds rows then
             if without_memory:
                 raise why or TableFullError(f"table {self.name!r}", "another rank has no memory for its new keys")
             if len(admitted) or guests:
@@ -209,8 +209,8 @@ class KeyIndex(FreeRows):
     def commit(self) -> tuple[RowNumbers, RowNumbers, KeyCount]:
         """Finish the first planned step.
 
-        Return the rows of the keys that it has evicted, and those that were for this step alone, which can both be used
-        again after a call of `release`; and the numbers of keys.
+        Return the rows of the keys that it has evicted, the rows that were for this step alone, and the numbers of keys
+        after it. `release` makes these rows free.
         """
         undo = self._undo.popleft()
         self.step = undo.step
@@ -253,7 +253,7 @@ class KeyIndex(FreeRows):
         return CommittedKeys(self.step, decays, keys, packed, waiting, count, sketch)
 
     def erase(self, keys: Keys) -> RowNumbers:
-        """Forget keys, with their uses; return the rows of those that had one; `release` allows their use.
+        """Forget keys and their uses; return the rows that they had, which `release` makes free.
 
         All planned steps must be finished.
         """
@@ -280,14 +280,14 @@ class KeyIndex(FreeRows):
             self._sketch.reseed(seed)
 
     def restore(self, step: int, decays: int, waiting: Keys, counts: npt.NDArray[np.int64]) -> None:
-        """Set the number of finished steps and of decays, and the keys that wait, in a table without steps."""
+        """Set the number of finished steps and of decays, and the keys that wait; no step may be planned."""
         assert not self._undo
         self.step, self.decays = step, decays
         self._waiting = KeyCounts(len(waiting))
         self._waiting.insert(waiting, counts)
 
     def restore_sketch(self, counts: npt.NDArray[np.uint32]) -> None:
-        """Set the counts of the sketch, which has this size."""
+        """Set the counts of the sketch; `counts` has its size."""
         assert self._sketch is not None
         self._sketch.restore(counts)
 
@@ -323,7 +323,7 @@ class KeyIndex(FreeRows):
         return rows
 
     def _count_guests(self, rows: RowNumbers, admitted: int) -> int:
-        """Return how many rows a step needs for itself alone; `rows` are those of its keys."""
+        """Return how many rows are for this step alone; `rows` are those of its keys, of which `admitted` get a row."""
         if self._unknown == INITIAL:
             return int(np.count_nonzero(rows == EMPTY)) - admitted
         return int(self._unknown == ZEROS and self._is_first)
@@ -367,7 +367,7 @@ class KeyIndex(FreeRows):
         return unknown[enough], totals[enough]
 
     def _insert(self, undo: Undo, keys: Keys, uses: npt.NDArray[np.int64], step: int) -> RowNumbers:
-        """Give keys rows; return these."""
+        """Give keys rows, and return the rows."""
         rows = self._take_rows(len(keys))
         self.directory.insert(keys, rows)
         undo.new = keys, rows
@@ -426,7 +426,7 @@ class KeyIndex(FreeRows):
         return count
 
     def _describe_use(self, rows: RowNumbers, norms: Norms | None) -> KeyUse:
-        """Return what the rule may know of the keys of these rows."""
+        """Return the facts about the keys of these rows that the rule of eviction may use."""
 
         return KeyUse(rows, self.keys, self._last, self._uses, _not_yet if norms is None else norms)
 
@@ -451,5 +451,5 @@ class KeyIndex(FreeRows):
 
 
 def _not_yet(rows: RowNumbers) -> npt.NDArray[np.float64]:
-    """Ask for a new plan once the earlier steps are finished, which may change the norms."""
+    """Raise PlannedAheadError: the earlier steps, which may change the norms, must be finished first."""
     raise PlannedAheadError

@@ -14,10 +14,10 @@ from hostdev.core.keys import INITIAL, SHARED, UNKNOWN
 from hostdev.core.memory import available_bytes, format_bytes, free_addresses, parse_bytes
 from hostdev.kernels.key_directory import MOST_ROWS
 
-KEY_BYTES = 45  # memory of a key beside its row: its entry in the directory, its last step, its uses, and itself
+KEY_BYTES = 45  # bytes of a key besides its row: its entry in the directory, its last step, its uses, and itself
 _LEAST_CAPACITY = 1 << 20
-_ADDRESSES_OF = 2  # of the addresses left, a table that is advised takes at most one part in 2
-MOST_KEYS = MOST_ROWS // 2  # with a row
+_ADDRESSES_OF = 2  # a capacity that an error advises takes at most 1 / 2 of the addresses that are left
+MOST_KEYS = MOST_ROWS // 2  # largest number of keys with a row
 LEAST_SPARE, MOST_SPARE = 1 << 16, 1 << 24  # rows that keep an evicted key's values until its step is finished
 
 
@@ -70,7 +70,7 @@ def require_answer(rule: Any, method: str, answer: Any, n: int, *dtypes: Any) ->
 
 
 def require_initializer(init: Any, dim: int, name: str) -> Initializer:
-    """Return an initializer whose values are functions of the key."""
+    """Return the initializer `init`; raise ValueError if its values are not functions of the key."""
     if hasattr(init, "__array__") or isinstance(init, list | tuple):
         raise ValueError(f"table {name!r}: init must be Normal, Uniform or Constant, since a table by key has no order")
     return initializer(init, 0, dim, name)
@@ -125,9 +125,9 @@ def require_row_memory(name: str, row_bytes: int, rows: int, keys: int) -> None:
 
 @contextmanager
 def require_addresses(name: str, capacity: int, address_bytes: int, unknown: str) -> Iterator[None]:
-    """Raise UserError in place of MemoryError when addresses for a table of `capacity` keys are reserved.
+    """In a `with` block that reserves addresses for a table of `capacity` keys, turn MemoryError into UserError.
 
-    `address_bytes` is what a row takes of them.
+    `address_bytes` is the number of bytes of addresses for a row.
     """
     before = free_addresses()
     try:

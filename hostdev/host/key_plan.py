@@ -1,7 +1,7 @@
 """The changes of a table's keys in one step: what they are, how to undo them, and which rows and keys they take.
 
-Keys without a row use free rows for one batch. Keys that are evicted are exactly the least of the whole table, even
-with ranks.
+A key without a row may use a free row for one batch. A rule of eviction with scores evicts exactly the keys with the
+smallest scores of the whole table, even if the table is divided among ranks.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ NO_ROWS = np.zeros(0, np.int32)
 _CHECKED_ROWS = 1 << 16  # the memory is checked each time that this many rows are used for the first time
 Total = Callable[[Counts], Counts]  # returns the sum of all ranks' arrays of this shape
 _DIGIT = 16  # bits
-_SCORE_BITS = {4: 32, 8: 64}  # by the bytes of a score
+_SCORE_BITS = {4: 32, 8: 64}  # bits of a score, by its bytes
 
 
 class PlannedAheadError(Exception):
@@ -32,14 +32,14 @@ class PlannedAheadError(Exception):
 
 
 class PlannedKeys(NamedTuple):
-    """What a step does to the keys of a table."""
+    """The changes of a table's keys in one step."""
 
     rows: RowNumbers  # int32 [U], the row of each key; EMPTY for a key without a row
     new: npt.NDArray[np.int64]  # positions of the keys that get a row in this step; its row must be initialized
     evicted: Keys  # keys that lost their rows before this step, in an order that depends on row numbers
     evicted_rows: RowNumbers  # their rows, which keep their values until the step is committed
     guests: RowNumbers = (
-        NO_ROWS  # rows for this step alone, which must be initialized: of keys without a row, or one for all
+        NO_ROWS  # rows for this step alone, which must be initialized: one per key without a row, or one for all
     )
 
 
@@ -58,28 +58,28 @@ class Undo:
     """How to undo a step."""
 
     step: int
-    used: RowNumbers = field(default_factory=lambda: NO_ROWS)  # rows that the step used, or EMPTY
-    before: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # what `use` returned
-    new: tuple[Keys, RowNumbers] = (NO_KEYS, NO_ROWS)
-    evicted: tuple[Keys, RowNumbers, Steps] = (NO_KEYS, NO_ROWS, np.zeros(0, np.uint32))  # with their last steps
-    guests: RowNumbers = field(default_factory=lambda: NO_ROWS)
+    used: RowNumbers = field(default_factory=lambda: NO_ROWS)  # [U], the rows of the step's keys, or EMPTY
+    before: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # [U], result of `use`
+    new: tuple[Keys, RowNumbers] = (NO_KEYS, NO_ROWS)  # keys that got a row, and their rows
+    evicted: tuple[Keys, RowNumbers, Steps] = (NO_KEYS, NO_ROWS, np.zeros(0, np.uint32))  # and their last steps
+    guests: RowNumbers = field(default_factory=lambda: NO_ROWS)  # see `PlannedKeys`
     waiting: list[tuple[Keys, npt.NDArray[np.int64]]] = field(default_factory=list)  # keys and their former values
     sketched: tuple[Keys, npt.NDArray[Any]] = (NO_KEYS, NO_ROWS)  # keys, and the uses that were added
     undecayed: npt.NDArray[np.uint32] | None = None  # all rows' uses, before they decayed
-    decays: int = 0  # how often they have decayed
-    counts: KeyCount | None = None  # after the step
+    decays: int = 0  # how often this step let the uses decay
+    counts: KeyCount | None = None  # the numbers of keys after the step
 
 
 class FreeRows:
     """Gives out rows, first those that were used before.
 
     Args:
-        space: V, the most rows.
+        space: V, the maximum number of rows.
         require_memory: As for `KeyIndex`.
 
     Attributes:
         rows: Number of rows that have ever been used.
-        returned: Rows that can be used again, from other threads.
+        returned: Rows that other threads have released, to be used again.
     """
 
     def __init__(self, space: int, require_memory: Callable[[int, int], None]) -> None:
@@ -89,18 +89,18 @@ class FreeRows:
         self.returned: deque[RowNumbers] = deque()
 
     def release(self, rows: RowNumbers) -> None:
-        """Allow the use of rows whose keys were evicted, and that nothing uses any more."""
+        """Make rows free again; the caller no longer uses them."""
         if len(rows):
             self._free.append(rows)
 
     def _has_rows(self, n: int) -> bool:
-        """Return whether there are n rows without keys."""
+        """Return whether n rows are free; first release those in `returned`."""
         while self.returned:
             self.release(self.returned.popleft())
         return n <= sum(map(len, self._free)) + self.row_space - self.rows
 
     def _take_rows(self, n: int) -> RowNumbers:
-        """Return n rows without keys, first those that were used before."""
+        """Take n free rows, first those that were used before, and return them."""
         taken, missing = [NO_ROWS], n
         while missing and self._free:
             some = self._free.pop()
@@ -134,7 +134,7 @@ class GuestRows:
 
     Args:
         rows: int32 [any].
-        returned: Gets the rows then, from any thread.
+        returned: The queue to which the rows are then appended, in any thread.
     """
 
     def __init__(self, rows: RowNumbers, returned: deque[RowNumbers]) -> None:
@@ -153,7 +153,7 @@ class GuestRows:
 def choose_least(
     scores: npt.NDArray[Any], keys_at: Callable[[npt.NDArray[np.int64]], Keys], count: int, total: Total | None
 ) -> npt.NDArray[np.int64]:
-    """Return the positions of the `count` keys of all ranks with the smallest scores that are on this rank, [any].
+    """Choose the `count` keys with the smallest scores over all ranks; return the positions of this rank's, [any].
 
     The keys' hashes order keys with equal scores.
 
@@ -173,7 +173,7 @@ def choose_least(
     if not count:
         return np.zeros(0, np.int64)
     bits = _SCORE_BITS[scores.itemsize]
-    values = scores.view(f"u{scores.itemsize}").astype(np.uint64)  # such floats are in the order of their bits
+    values = scores.view(f"u{scores.itemsize}").astype(np.uint64)  # non-negative floats are in the order of their bits
     limit, left = _find_least(values, bits, count, total)
     below, equal = np.flatnonzero(values < limit), np.flatnonzero(values == limit)
     hashes = mix64(keys_at(equal).view(np.uint64))
@@ -204,11 +204,11 @@ class EvictionReports:
         self._waiting: deque[tuple[Keys, Rows]] = deque()
 
     def __bool__(self) -> bool:
-        """Return whether anybody listens."""
+        """Return whether there is a listener."""
         return bool(self.listeners)
 
     def add(self, keys: Keys, weights: Callable[[npt.NDArray[np.int64]], Rows]) -> None:
-        """Note an eviction: keys [E], and a function that returns the weights of these positions, [E, D]."""
+        """Add an eviction: keys [E], and a function that returns the weights of the keys at positions [E], [E, D]."""
         if len(keys) and self.listeners:
             order = order_of(keys)
             self._waiting.append((keys[order], weights(order)))

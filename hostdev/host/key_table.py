@@ -2,7 +2,7 @@
 
 It is a table whose ids are keys (`host.table_keys`); checkpoints read and load its columns in the order of the keys.
 
-S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+S and R: number of optimizer state columns with D values per row, and with one value per row.
 """
 
 import threading
@@ -46,8 +46,8 @@ from hostdev.kernels.key_directory import EMPTY, PARTS
 from hostdev.kernels.norm import partial_squares
 from hostdev.kernels.unique import count_occurrences, unique
 
-_INDEX_ADDRESSES = 16  # of each row: its key, last step and uses
-_LOCATION_BYTES = 8  # at most, for each key of a table on disk, to know where its row is
+_INDEX_ADDRESSES = 16  # bytes of addresses for each row: its key, last step and uses
+_LOCATION_BYTES = 8  # bytes, at most, for each key of a table on disk, that say where its row is
 
 
 class KeyTable(HostTable, by_key=True):
@@ -67,7 +67,7 @@ class KeyTable(HostTable, by_key=True):
             `owns`. Methods then take and return this rank's keys only.
         dtype: See `dim`.
         slots: See `dim`.
-        storage: See `dim`; memory for keys is beside that of a `Disk`.
+        storage: See `dim`; keys take memory in addition to that of a `Disk`.
         capacity: Maximum number of keys with a row, or the memory for all keys, such as "24GiB"; None for what the free
             memory allows. With `part`, this is the capacity of all ranks together.
         admit: When a key gets a row; None for at once.
@@ -100,7 +100,7 @@ class KeyTable(HostTable, by_key=True):
         self.start, self.row_bytes = 0, KEY_BYTES + (_LOCATION_BYTES if self.disk else shape.nbytes(1))
         self.capacity = get_capacity(self.name, capacity, self.row_bytes, self.capabilities.ranks)
         self.has_default_capacity = capacity is None
-        self._guests: GuestRows | None = None  # of the last read
+        self._guests: GuestRows | None = None  # rows of keys without a row, while the last read uses them
         index, ids, storage = self._reserve(form)
         self.stored = TableRows(form, ids, storage)
         self.stored.noting = threading.Lock()  # rows of new keys are filled in another thread than updates
@@ -109,7 +109,7 @@ class KeyTable(HostTable, by_key=True):
 
     def _reserve(self, form: RowFormat) -> tuple[KeyIndex, RowIds, Storage]:
         """Return an index without keys, the keys of its rows, and storage for them, in new memory."""
-        address_bytes = self.row_bytes - KEY_BYTES + _INDEX_ADDRESSES  # of each row
+        address_bytes = self.row_bytes - KEY_BYTES + _INDEX_ADDRESSES  # for each row
         rules, seed = (self.name, self.capacity, self.admit, self.evict), form.seed
         require_memory = partial(require_row_memory, self.name, self.row_bytes)
         with require_addresses(self.name, self.capacity, address_bytes, self.unknown):
@@ -170,12 +170,12 @@ class KeyTable(HostTable, by_key=True):
         return {"capacity": self.capacity, **rules, "the number of the keys' steps": self.key_rows.index.step}
 
     def owns(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Return which keys, int64 [N], this rank owns, bool [N]; they depend on the number of ranks only."""
+        """Return which keys, int64 [N], this rank owns, bool [N]; a key's owner depends only on the number of ranks."""
         return self.key_rows.owns(keys)
 
     @property
     def unknown_rows(self) -> Mapping[str, int]:
-        """The rows for keys without a row, by name, in the order of the names."""
+        """The out-of-vocabulary rows by name, in the order of the names."""
         return self.key_rows.unknown_rows
 
     def on_evict(self, listener: Callable[[Keys, Rows], object]) -> None:
@@ -202,7 +202,7 @@ class KeyTable(HostTable, by_key=True):
         return rows
 
     def find_ids(self, ids: Ids, unknown: Sequence[tuple[int, Sequence[str]]]) -> tuple[Ids, GuestRows | None]:
-        """See `Owned.find_ids`; rows of keys without a row are those of the names, which are used in turn."""
+        """See `Owned.find_ids`; a feature's keys without a row use its out-of-vocabulary rows in turn."""
         distinct: Any
         distinct, inverse = unique(ids)
         rows, guests = self.key_rows.find_or_guest(distinct)
@@ -277,7 +277,7 @@ class KeyTable(HostTable, by_key=True):
 
     @contextmanager
     def _one_step(self, keys: Keys, uses: npt.NDArray[np.int32]) -> Iterator[Positions]:
-        """Plan a step for a `with` block that takes it; yield the keys' rows."""
+        """Plan a step, yield the keys' rows to a `with` block that takes it, and commit it; undo it after an error."""
         planned = self.key_rows.plan(keys, uses, may_read=True)
         try:
             unknown = planned.guests[0] if self.unknown == ZEROS else self.key_rows.unknown_row()
@@ -325,7 +325,10 @@ class KeyTable(HostTable, by_key=True):
         raise TypeError(f"table {self.name!r} is a table by key, which cannot be copied; save a checkpoint and load it")
 
     def _checked(self, ids: npt.ArrayLike) -> Ids:
-        """Return the rows of keys after all steps so far; the out-of-vocabulary row for a key without a row."""
+        """Return the rows of keys after all steps so far.
+
+        A key without a row gets the out-of-vocabulary row or, with unknown="initial", a row for this read alone.
+        """
         keys = self._require_keys(ids)
         self._before_read()
         if self.unknown == INITIAL:
@@ -370,7 +373,7 @@ class KeyTable(HostTable, by_key=True):
         return self._in_order(self.key_rows.committed().rows, current=current)
 
     def _in_order(self, rows: Positions, *, current: bool = False) -> dict[str, Any]:
-        """Return what `TableRows.columns` does, in the order `rows`."""
+        """Return the columns of `TableRows.columns`, with the rows in the order `rows`."""
         return {
             name: ReadColumn(len(rows), column.shape[1], lambda at, column=column: column[rows[at]])  # type: ignore[misc]
             for name, column in self.stored.columns(current=current).items()
@@ -394,7 +397,7 @@ class KeyTable(HostTable, by_key=True):
         return partial_squares(np.ascontiguousarray(self.weights)[:, None])
 
     def begin_snapshot(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> KeySnapshot:
-        """See `HostTable.begin_snapshot`; `copies` copies rows."""
+        """See `HostTable.begin_snapshot`."""
         return self.key_rows.begin_snapshot(budget, everything=everything, copies=copies)
 
     def load_rows(self, names: Sequence[str], found: KeyColumns, block: Rows, row_slots: Rows) -> None:
@@ -407,13 +410,13 @@ class KeyTable(HostTable, by_key=True):
         self._check_values(found.keys, block, row_slots, None)
         with self._rekeying():
             rows, chosen = self.key_rows.place_saved(names, found)
-            self.stored.forget(rows)  # new ones may be on disk under another key
+            self.stored.forget(rows)  # a new key's row may be on disk with another key
             self.stored.write(rows, block[chosen], row_slots[chosen])
 
     def place_rows(self, names: Sequence[str], found: KeyColumns) -> tuple[Positions, Any]:
-        """Give keys [N] of a checkpoint, all different, a row each; the first are out-of-vocabulary rows with `names`.
+        """Give distinct keys [N] of a checkpoint a row each; the first ones have the out-of-vocabulary rows `names`.
 
-        Return the rows of this rank, and which of the keys have them: an index of arrays [N]. The caller sets the rows'
+        Return the rows of this rank, and an index that selects their keys from arrays [N]. The caller sets the rows'
         values.
         """
         with self._rekeying():
@@ -430,7 +433,7 @@ class KeyTable(HostTable, by_key=True):
     def restore_keys(
         self, step: int, decays: int, waiting: Keys, counts: npt.NDArray[np.int64], sketch: npt.NDArray[np.uint32]
     ) -> None:
-        """Set what a checkpoint has besides rows; see `KeyIndex.restore`. Keys of other ranks are left out."""
+        """Set the keys' state, except rows, to a checkpoint's; see `KeyIndex.restore`. Skip keys of other ranks."""
         mine, index = self.owns(waiting), self.key_rows.index
         with self._rekeying():
             index.restore(step, decays, waiting[mine], counts[mine])
@@ -438,7 +441,7 @@ class KeyTable(HostTable, by_key=True):
                 index.restore_sketch(sketch)
 
     def forget(self, keys: Keys, decay: float, decays: int) -> None:
-        """While a checkpoint is loaded, let the uses of all keys decay some times, and remove keys."""
+        """Let the uses of all keys decay `decays` times, and then remove keys; called while a checkpoint is loaded."""
         with self._rekeying():
             index = self.key_rows.index
             index.decay(decay, decays)

@@ -1,6 +1,7 @@
 """Layouts of rows in memory: all float32, or with weights or state in fewer bits. See `host.storage` for the shapes.
 
-Columns of a table are views, or are widened, or brought up to date, as they are read.
+A column of a table is a view, or an object that computes float32 values when it is read: it widens the stored values,
+or applies the steps that they have missed.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ _FILLED_BYTES = 1 << 26  # bytes of float32 weights that are filled and rounded 
 
 
 class ReadOnlyRows(np.ndarray[Any, np.dtype[np.float32]]):
-    """A read-only view of a table; writing to it raises ValueError that says how to write. Results are plain arrays."""
+    """A read-only view of a table; writes raise a ValueError that says how to write. Computed results are plain."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._require_writeable()
@@ -170,7 +171,7 @@ class Float32(Storage):
 
 
 class Split(Storage):
-    """Storage of weights [V, D] and state in separate arrays, each in its format; see `kernels.bfloat16`.
+    """Storage of weights [V, D] and state in separate arrays, each in its format; see `kernels.plane_formats`.
 
     Weights are float32, or bfloat16 as uint16. The state is float32 or bfloat16, [V, S, D], or 8 bits, uint8 [V, S, P].
     `kernels.bfloat16` rounds new values; its random numbers depend on a row's id in the whole table.
@@ -279,7 +280,7 @@ class Split(Storage):
 
 
 def _allocate_planes(index: RowIds, shape: tuple[int, ...], kind: int) -> npt.NDArray[Any]:
-    """Return memory for planes in the format `kind`, one of `kernels.bfloat16`; `shape` is [..., D]."""
+    """Return memory for planes in the format `kind`, one of `kernels.plane_formats`; `shape` is [..., D]."""
     dtype: Any = {FLOAT32: np.float32, BFLOAT16: np.uint16}.get(kind, np.uint8)
     if dtype == np.uint8:
         shape = (*shape[:-1], plane_bytes(shape[-1]))
@@ -291,11 +292,11 @@ def _flat(block: Rows) -> Rows:
 
 
 def make_layout(format_: RowFormat, rows: int, index: RowIds) -> Float32 | Split:
-    """Return unfilled storage in memory for a table's rows, which have these ids or keys."""
+    """Return unfilled storage in memory for a table's rows; `index` has their ids or keys."""
     return (Float32 if format_.planes is None else Split)(format_, rows, index)
 
 
 def fill_rows(storage: Float32 | Split, rows: Positions, ids: AnyIds) -> None:
-    """Write the initial values of some ids or keys [N] to these rows [N] of storage."""
+    """Write the initial values of ids or keys [N] to rows [N] of a storage."""
     for part, block, row_slots in storage.format.initial(ids):
         run_tasks(storage.write_tasks(rows[part], block, row_slots, None))

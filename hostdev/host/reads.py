@@ -1,6 +1,6 @@
 """Reads of a host table: its rows as they are after the last step, and as they are stored.
 
-S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+S and R: number of optimizer state columns with D values per row, and with one value per row.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -43,7 +43,7 @@ class ReadableTable(Owned):
     start: int
     disk: Disk | None
     stored: TableRows
-    _shown: Callable[[Rows], Rows] = staticmethod(_read_only)  # what results of whole columns are
+    _shown: Callable[[Rows], Rows] = staticmethod(_read_only)  # converts whole columns before they are returned
 
     def _begin_table(self, how: RowFormat, part: tuple[int, int] | None, disk: Disk | None, *, by_key: bool) -> None:
         """Set the properties of a new table."""
@@ -125,7 +125,7 @@ class ReadableTable(Owned):
 
         While a loop is open, get a new view for each read: an older view lacks unfinished steps and cached rows. With
         dtype="bfloat16", or an optimizer that changes all rows in each step, the result is a float32 copy; raises
-        UserError if there is not enough memory for the copy. Of a table by key, a copy in the order of `keys`.
+        UserError if there is not enough memory for the copy. For a table by key, it is a copy in the order of `keys`.
         """
         self._before_read()
         return self._get_columns("weights", ("weights",))["weights"]
@@ -136,7 +136,7 @@ class ReadableTable(Owned):
 
         Get new views for each read, as with `weights`. With slots="bfloat16" or "8bit", or an optimizer that changes
         all rows in each step, the columns of D values are float32 copies; raises UserError if there is not enough
-        memory for the copies. Of a table by key, copies in the order of `keys`.
+        memory for the copies. For a table by key, they are copies in the order of `keys`.
         """
         self._before_read()
         columns = self._get_columns("slots", self.optimizer.slots)
@@ -215,7 +215,7 @@ class ReadableTable(Owned):
         return self.stored.columns(current=current)
 
     def _get_columns(self, what: str, names: Iterable[str]) -> dict[str, Rows]:
-        """Return whole columns after the last step: views, or copies if these fit in memory."""
+        """Return whole columns after the last step: views or copies; raise UserError if copies do not fit in memory."""
         columns = self._columns(current=True)
         chosen = [columns[name] for name in names]
         copied = [column.shape[1] for column in chosen if not isinstance(column, np.ndarray)]

@@ -1,9 +1,9 @@
 """The rows of a host table by number: where their values are, which steps they have missed, and which were written.
 
-A host table has such rows, and checks the ids of its callers; a table by key also has keys (`host.table_keys`), which
-get rows. Nothing here is checked, and no loop is notified.
+A host table has a `TableRows`, and checks the ids of its callers; a table by key also has keys, to which it gives rows
+(`host.table_keys`). The methods here check nothing, and notify no loop.
 
-S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+S and R: number of optimizer state columns with D values per row, and with one value per row.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -32,9 +32,9 @@ class Changes:
         self._storage, self._rows = storage, storage.shape[0]
         self._touched = empty_bits(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
-        self.gone: list[Keys] = []  # of a table by key, the keys that have lost their rows since the last snapshot
+        self.gone: list[Keys] = []  # for a table by key, the keys that have lost their rows since the last snapshot
         self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
-        self.digests: RangeDigests | None = None  # of row ranges; each is valid while it is marked `known`
+        self.digests: RangeDigests | None = None  # digests of row ranges; each is valid while it is marked `known`
         self._snapshot: Snapshot | None = None
 
     @property
@@ -67,14 +67,14 @@ class Changes:
     def begin(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> Snapshot:
         """Begin a snapshot: of all rows if `everything`, else of the rows written since the last saved snapshot.
 
-        No thread may write to the table during this call. `copies` copies the places of all rows on disk; None for a
-        snapshot that copies values.
+        No thread may write to the table during this call. `copies` is a `LocationCopies` to copy the locations of rows
+        on disk; None to copy values.
 
         Raises:
             RuntimeError: The last snapshot has not ended.
         """
         wanted = full_bits(self._rows) if everything else self.touched
-        digests = self.known_digests() if copies is None else None  # those of rows are forgotten with the changes
+        digests = self.known_digests() if copies is None else None  # a snapshot of locations drops them
         snapshot = Snapshot(copies or RowCopies(self._storage), self._rows, wanted, budget)
         self.begin_with(snapshot)
         self.digests = digests
@@ -107,7 +107,7 @@ class TableRows:
     Args:
         form: How rows are stored, and what they are initially.
         ids: The rows' ids or keys.
-        storage: Their values.
+        storage: The storage of the rows' values.
 
     Attributes:
         history: The steps so far, if they also change unused rows; see `kernels.catch_up`.
@@ -126,7 +126,7 @@ class TableRows:
     def read(self, rows: Ids, formats: tuple[int, ...] | None = None) -> tuple[Rows, Rows]:
         """Return copies of rows [N] after the last step: float32 [N, 1 + S, D] and [N, R].
 
-        `formats` has the storage format of each plane, to which late steps are rounded; None if they are not rounded.
+        `formats` has each plane's storage format, to which the results of missed steps are rounded; None to not round.
         """
         _, planes, D = self.storage.shape
         block = np.empty((len(rows), planes, D), np.float32)
@@ -148,7 +148,7 @@ class TableRows:
 
     def write(self, rows: Ids, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Overwrite distinct rows; their values must be representable. See `HostTable.write_rows`."""
-        for some, at in self.storage.held(rows, positions, read=self.changes is not None):  # a snapshot may copy them
+        for some, at in self.storage.held(rows, positions, read=self.changes is not None):  # a snapshot may copy rows
             tasks = self.storage.write_tasks(some, block, row_slots, at)
             self.note_write(some)
             run_tasks(tasks)
@@ -173,16 +173,16 @@ class TableRows:
             self.note_changes(anew=True)
 
     def forget(self, rows: Ids) -> None:
-        """Free the memory and the disk that rows take which nothing uses any more."""
+        """Free the memory and the disk space of rows that are no longer used."""
         self.storage.forget(rows, self.changes)
 
     def fill_unused(self, rows: Ids, step: int | None) -> None:
-        """Write the values of rows that got no key before: initial ones whose last step is `step`; None for zeros.
+        """Overwrite rows that are not in use: with initial values whose last step is `step`, or zeros if it is None.
 
-        Rows of a batch that is not stepped do not count as a change of the table.
+        `untouched` stays as it is, since the step of the batch that needs the rows may never be taken.
         """
         untouched = self.untouched
-        self.forget(rows)  # they may be on disk under another key
+        self.forget(rows)  # they may be on disk with another key
         if step is None:
             _, planes, D = self.storage.shape
             for start in range(0, len(rows), _AT_ONCE):

@@ -2,13 +2,13 @@
 
 A `Snapshot` holds a table's rows at one moment. The checkpoint writer reads them in order. If training is about to
 overwrite a row that the writer has not read, the old row is copied aside, and the writer reads the copy. One lock
-guards the rows and their copies, and is held for a few rows at a time. Of a table on disk, places of records are copied
-in place of values, since records do not change.
+guards the rows and their copies, and is held for a few rows at a time. For a table on disk, a snapshot may copy the
+locations of records in place of values, since records do not change.
 
-S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+S and R: number of optimizer state columns with D values per row, and with one value per row.
 
-The place of a record, its location, is 1 + (number of the segment << 32 | number of the record in it), or 0 for a row
-with its initial values.
+A location is 1 + (number of the segment << 32 | number of the record in the segment), or 0 for a row with its initial
+values.
 """
 
 import threading
@@ -31,9 +31,9 @@ from hostdev.kernels.bits import Bits, contains, count_bits, place_in_columns, r
 Values = tuple[Any, ...]  # arrays [N, ...] of N rows
 
 AT_ONCE_BYTES = 1 << 22  # bytes copied each time the lock is held, for about half a millisecond
-_SORTED_AT_ONCE = 16  # sets of copied rows
+_SORTED_AT_ONCE = 16  # sets of copied rows that are sorted together
 _BUCKETS = 32  # ranges of a table's rows; a bucket's copies are freed once its rows are read
-LOCATION_BITS = 32  # of the number of a record in its segment
+LOCATION_BITS = 32  # bits of a location that hold the number of the record in its segment
 
 
 class Budget:
@@ -65,11 +65,11 @@ class Budget:
 
 
 class RowCopies:
-    """What a snapshot copies of rows in memory: values. Outputs are columns [1 + S, N, D] and per-row state [R, N].
+    """Copies the values of rows for a `Snapshot`, whose outputs are columns [1 + S, N, D] and per-row state [R, N].
 
     Attributes:
-        row_bytes: Of a row that is copied aside.
-        at_once: Rows to copy while the lock is held.
+        row_bytes: Bytes of the copy of a row.
+        at_once: Rows to copy each time the lock is held.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -79,30 +79,30 @@ class RowCopies:
         self.at_once = max(1, AT_ONCE_BYTES // self.row_bytes)
 
     def held(self, rows: AnyIds) -> Iterator[AnyIds]:
-        """Yield parts of rows [N] that may be on disk; `aside` can copy each until the next one."""
+        """Yield rows [N], which may be on disk, part by part; until the next part, `aside` can copy them."""
         for some, _ in self._storage.held(rows, read=True):
             yield some
 
     def prepare(self, rows: AnyIds) -> None:
-        """Do what is possible for rows [N] that are about to be read while no lock is held."""
+        """Prepare a read of rows [N], before the lock is taken; here, there is nothing to prepare."""
 
     def aside(self, rows: AnyIds) -> Values:
         """Return copies of rows [N]."""
         return self._storage.taken(rows), self._storage.taken_row_slots(rows)
 
     def select(self, copied: Values, places: AnyIds) -> Values:
-        """Return copies of copies, those at some places [any]."""
+        """Return copies of `copied`, only of the rows at `places` [any] in it."""
         return tuple(taken(values, places) for values in copied)
 
     def read(self, rows: AnyIds, start: int, out: Values, left: AnyIds | None, first: int | None) -> None:
-        """Copy rows [n] to the outputs, from the place `start` on.
+        """Copy rows [n] to the outputs, from the position `start` on.
 
         Args:
             rows: The rows.
-            start: The first place.
+            start: The position in the outputs of the first row.
             out: The outputs.
-            left: Which of the rows are not copied aside, bool [n], or None for all; the others need not be copied.
-            first: If not None, `rows` are those from `first` on.
+            left: bool [n], False for rows that were copied aside, which need not be copied; None if there are none.
+            first: If not None, the rows are first, first + 1, ...
         """
         del left  # copying all of them is faster
         (columns, row_columns), stop = out, start + len(rows)
@@ -114,14 +114,22 @@ class RowCopies:
         """Note that nothing more will be copied; may be called again."""
 
     def place(self, copied: Values, at: AnyIds, positions: AnyIds, start: int, out: Values) -> None:
-        """Write copies of the rows at some of the positions [n] to the outputs, which have them from `start` on."""
+        """Write copied rows to the outputs, which from `start` on have the snapshot's rows at `positions` [n].
+
+        Args:
+            copied: The copies.
+            at: The positions of the copied rows, ascending; some may not be in `positions`.
+            positions: The positions of the outputs' rows, ascending.
+            start: The index in the outputs of the first of these rows.
+            out: The outputs.
+        """
         (block, row_slots), (columns, row_columns), stop = copied, out, start + len(positions)
         place_in_columns(block, at, positions, columns[:, start:stop])
         place_in_columns(row_slots[:, :, None], at, positions, row_columns[:, start:stop, None])
 
 
 def make_locations(segments: AnyIds, records: AnyIds) -> npt.NDArray[np.int64]:
-    """Return the locations [N] of records by the numbers of their segments and their own ones."""
+    """Return the locations [N] of records, given the numbers of their segments, and their numbers in the segments."""
     found: npt.NDArray[np.int64] = (segments << LOCATION_BITS | records) + 1
     return found
 
@@ -132,7 +140,7 @@ def split_locations(locations: AnyIds) -> tuple[AnyIds, AnyIds]:
 
 
 class LocationCopies:
-    """What a snapshot copies of rows on disk: their locations, in one output, int64 [N].
+    """Copies the locations of rows on disk for a `Snapshot`, whose only output is int64 [N].
 
     Changed rows are written to segments when they are located. From construction to `end`, no segment is removed.
     """
@@ -141,8 +149,8 @@ class LocationCopies:
         self._tier = tier
         self.row_bytes = 16  # a row's number and its location
         self.at_once = max(1, AT_ONCE_BYTES // tier.planes.row_bytes)
-        self._numbers = np.full(len(tier.store.live), -1, np.int64)  # of the segments of the table
-        self._segments: list[int] = []
+        self._numbers = np.full(len(tier.store.live), -1, np.int64)  # by index of a segment: its number in locations
+        self._segments: list[int] = []  # indexes of the numbered segments, in the order of numbers
         self._read: int | None = tier.begin_read()
 
     def held(self, rows: AnyIds) -> Iterator[AnyIds]:
@@ -150,7 +158,7 @@ class LocationCopies:
         yield rows
 
     def prepare(self, rows: AnyIds) -> None:
-        """See `RowCopies`; writes rows, which may wait for the disk."""
+        """See `RowCopies`; write changed rows to the disk, which may take time."""
         self._tier.write_back(rows)
 
     def aside(self, rows: AnyIds) -> Values:
@@ -187,10 +195,10 @@ class LocationCopies:
         return found
 
     def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
-        """Make `hold` hold each segment that was named, in the order of their numbers; return what it returns.
+        """Call `hold` for each segment in the locations, in the order of their numbers; return its results and them.
 
         Raises:
-            UserError: A write of the disk has failed.
+            UserError: A write to the disk has failed.
             OSError: As `hold` raises it.
         """
         return [(hold(file), file) for file in self._tier.store.finish(self._segments)]
@@ -209,13 +217,13 @@ class Snapshot:
     """A table's rows as they are when the snapshot is constructed.
 
     Args:
-        copies: Copies rows.
+        copies: What is copied of rows: `RowCopies` or `LocationCopies`.
         rows: V.
-        wanted: The rows that the snapshot has, one bit each.
+        wanted: The rows that the snapshot has, one bit per row of the table.
         budget: Limits the copies of rows that are overwritten before the snapshot's reader has read them.
 
     Attributes:
-        gone: Of a table by key, the keys that have lost their rows since the last snapshot, int64 [G].
+        gone: For a table by key, the keys that have lost their rows since the last snapshot, int64 [G].
     """
 
     gone: Keys = np.zeros(0, np.int64)
@@ -224,9 +232,9 @@ class Snapshot:
         self.copies = copies
         self.wanted = wanted
         self.count = count_bits(wanted)
-        self._pending = wanted.copy()  # neither read nor copied aside yet
-        self._aside: list[tuple[AnyIds, Values]] = []  # in write order
-        self._sorted: dict[int, list[tuple[AnyIds, Values]]] = defaultdict(list)  # by bucket, ids ascending
+        self._pending = wanted.copy()  # rows that are neither read nor copied aside yet
+        self._aside: list[tuple[AnyIds, Values]] = []  # rows and their copies, in the order of writes
+        self._sorted: dict[int, list[tuple[AnyIds, Values]]] = defaultdict(list)  # by bucket; positions ascend
         self._rows = rows
         self._bucket = -(-rows // _BUCKETS)
         self._budget = budget
@@ -235,7 +243,7 @@ class Snapshot:
         self.ended = threading.Event()  # all rows are read, or the snapshot is abandoned
 
     def save_before_write(self, ids: AnyIds) -> None:
-        """Before the rows `ids` [N] are overwritten, copy aside those that the snapshot's reader has still to read.
+        """Copy aside those of the rows `ids` [N] that the reader has yet to read; the caller then overwrites the rows.
 
         Wait while the budget is used up. After an error of the disk, the snapshot is abandoned.
         """
@@ -331,7 +339,7 @@ class Snapshot:
             self._sorted[int(buckets[begin])].append(kept)
 
     def _take_aside(self, rows: AnyIds, start: int, out: Values) -> None:
-        """Write what was copied aside of rows to the outputs, since the table may have newer values."""
+        """Overwrite the outputs of rows that were copied aside with the copies: the table may have newer values."""
         first, last = int(rows[0]), int(rows[-1]) + 1
         for bucket in range(first // self._bucket, (last - 1) // self._bucket + 1):
             for ids, copied in self._sorted.get(bucket, ()):
@@ -347,11 +355,11 @@ class Snapshot:
             self._budget.add(-freed * self.copies.row_bytes)
 
     def locate(self, first: int, last: int, out: npt.NDArray[np.int64]) -> None:
-        """Write the places of the snapshot's rows at [first, last) on disk to `out`; called like `read`."""
+        """Write the locations of the snapshot's rows at [first, last) to `out`; called like `read`."""
         self._read(first, last, None, (out,), last - first)
 
     def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
-        """Make `hold` hold each segment in which rows are; see `LocationCopies.finish`."""
+        """Call `hold` for each segment that has rows; see `LocationCopies.finish`."""
         assert isinstance(self.copies, LocationCopies)
         return self.copies.finish(hold)
 
@@ -360,7 +368,7 @@ class Snapshot:
         return None
 
     def other_keys(self) -> tuple[Any, ...] | None:
-        """Return what is known of the keys of a table by key that have no row; None for a table by id."""
+        """Return the fields of `checkpoint.keyed.OtherKeys` for a table by key; None for a table by id."""
         return None
 
     def rows_between(self, first: int, last: int) -> AnyIds:

@@ -1,7 +1,7 @@
-"""What tables need of the storage of their rows, in host memory or on disk. Reads return float32.
+"""The storage of a table's rows, in host memory or on disk, as tables use it. Reads return float32.
 
 Shapes: V rows; for each row, D weights, S columns of optimizer state with D values each, and R values of per-row state.
-N ids, int32 or int64, which must be in [0, V); this is not checked.
+Methods take N ids, int32 or int64, which must be in [0, V); this is not checked.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,10 +33,10 @@ COPIED_BYTES = 1 << 26  # bytes of rows that are copied at a time
 
 
 class RowIds(NamedTuple):
-    """What takes the place of rows' numbers in a whole table: ids, or keys.
+    """The ids in the whole table, or the keys, of the rows that a process stores.
 
     Attributes:
-        first: The position of the first row among all `total` rows.
+        first: The position of the first of these rows among all `total` rows.
         total: Rows of the table over all ranks.
         is_part: Whether the rows are only one rank's part of the table (`kernels.shards`).
         keys: For a table by key, the key of each row, int64 [V]. Its memory is only reserved, and rows are filled when
@@ -79,7 +79,7 @@ class RowFormat:
         optimizer: Defines the optimizer state.
         dtype: How weights are stored.
         slots_dtype: How state columns are stored.
-        seed: Of the initial values.
+        seed: Seed of the initial values, and of their rounding.
         init: The initializer of the weights.
     """
 
@@ -108,9 +108,9 @@ class RowFormat:
         return plane_formats(self.dtype, self.slots_dtype, self.optimizer)
 
     def initial(self, ids: AnyIds) -> Iterator[tuple[slice, Rows, Rows]]:
-        """Yield the initial values of rows with these ids or keys [N], some after the other.
+        """Yield the initial values of rows with these ids or keys [N], part by part.
 
-        They are which of the rows these are, block [n, 1 + S, D], and row_slots [n, R].
+        For each part: the slice of the ids, block [n, 1 + S, D], and row_slots [n, R].
         """
         step = max(1, COPIED_BYTES // (4 * (1 + len(self.slots)) * self.dim))
         for start in range(0, len(ids), step):
@@ -124,7 +124,7 @@ class RowFormat:
 def fill_initial(
     block: Rows, ids: AnyIds, init: Initializer, seed: int, name: str, slots: Values, *, is_rounded: bool
 ) -> None:
-    """Write the initial values of these ids or keys [N] to block [N, 1 + S, D]; weights may be rounded to bfloat16."""
+    """Write the initial values of ids or keys [N] to block [N, 1 + S, D]; `is_rounded`: round weights to bfloat16."""
     init.fill(block, seed, name, slots, ids=ids)
     if is_rounded:
         round_rows(block, identity(len(ids)), ids, rounding_key(seed, name, 0), (BFLOAT16,))
@@ -133,8 +133,8 @@ def fill_initial(
 class Storage:
     """Storage of a table's rows, here in memory. Arguments mean the same as in the corresponding `HostTable` methods.
 
-    Methods that take ids need rows that are in memory: those that `sources` yields for reads, `held` holds for writes,
-    or the pipeline has pinned.
+    Methods that take ids need the rows in memory. On disk, they are in memory if `sources` yields them for reads, while
+    `held` or `holding` keeps them there for writes, or while the pipeline has pinned them.
     """
 
     row_slots: Rows  # per-row state, [V, R]
@@ -152,12 +152,12 @@ class Storage:
         raise NotImplementedError
 
     def _rows_at(self, key: int) -> Any:
-        """Return the rows for the optimizers' kernels, which round with this key of random numbers."""
+        """Return the rows for the optimizers' kernels; `key` is the key of the random numbers for rounding."""
         raise NotImplementedError
 
     @property
     def planes(self) -> list[Any]:
-        """All that is stored of the rows, each [V, any]."""
+        """All arrays of rows that are not empty, each [V, ...]."""
         return [values for values in self._stored if values[:1].nbytes]
 
     @property
@@ -185,20 +185,20 @@ class Storage:
         raise NotImplementedError
 
     def column(self, number: int) -> Any:
-        """Return what `plane` does, or, for the numbers from 1 + S on, per-row state, [V, 1]."""
+        """Return the result of `plane`; for numbers from 1 + S on, a column of per-row state, [V, 1]."""
         at = number - self.shape[1]
         return self.plane(number) if at < 0 else self.row_slots[:, at : at + 1]
 
     def lookup_tasks(
         self, ids: AnyIds, out: Rows, positions: Positions | None, clock: Clock | None = None
     ) -> list[Task]:
-        """Return tasks that copy weights to out [N, D]; with a clock, after the steps that the rows have missed."""
+        """Return tasks that copy weights to out [N, D]; with a clock, the copies include missed steps."""
         if clock is None:
             return lookup_tasks(self._weights, ids, out, positions)
         return catch_up.look_up_tasks(self._rows_at(0), self.row_slots, ids, clock, out, positions)
 
     def fetch_tasks(self, ids: AnyIds, out: Rows, positions: Positions | None, planes: int) -> list[Task]:
-        """Return tasks that copy weights to out; with planes, packed rows, as `kernels.catch_up.pack_tasks` does."""
+        """Return tasks that copy weights to out; if `planes` is not 0, packed rows (`kernels.catch_up.pack_tasks`)."""
         if not planes:
             return lookup_tasks(self._weights, ids, out, positions)
         return catch_up.pack_tasks(self._rows_at(0), self.row_slots, ids, out, positions, planes)
@@ -244,15 +244,15 @@ class Storage:
     def sources(
         self, ids: AnyIds, positions: Positions | None = None
     ) -> "Iterator[tuple[Storage, AnyIds, Positions | None]]":
-        """Yield, for some ids after the other: storage with their rows in memory, their numbers there, `positions`."""
+        """Yield, for each part of the ids: a storage with its rows in memory, their numbers there, `positions`."""
         yield self, ids, positions
 
     def held(
         self, ids: AnyIds, positions: Positions | None = None, *, read: bool = False
     ) -> Iterator[tuple[AnyIds, Positions | None]]:
-        """Yield some distinct ids, with `positions`, after the other; their rows are in memory until the next ones.
+        """Yield distinct ids, with `positions`, part by part; a part's rows are in memory until the next part.
 
-        Unless `read`, the rows have no values, and all must be written.
+        Unless `read` is True, rows may have no values, so the caller must write all of them.
         """
         yield ids, positions
 
@@ -263,10 +263,10 @@ class Storage:
     # Any, below: the table's `host.writes.Changes`, if it tracks changes
 
     def forget(self, ids: AnyIds, changes: Any) -> None:
-        """Free the memory and the disk that rows take which nothing uses any more."""
+        """Free the memory and the disk space of rows that are no longer used."""
 
     def taint(self, changes: Any = None) -> None:
-        """Note that checkpoints must not hold what is stored now, since some of it is of erased rows."""
+        """Record that checkpoints must not hold the records stored now, since some are of erased rows."""
 
     def close(self, changes: Any = None) -> None:
         """Remove files of rows, which are then lost; without effect on rows in memory."""
@@ -282,7 +282,7 @@ def taken(values: Rows, ids: AnyIds) -> Rows:
 
 
 class ReadColumn:
-    """Values of rows, float32 [V, width], which are made as they are read, by slices or row ids.
+    """A column of V rows, float32 [V, width], whose values are computed when a slice or row ids index it.
 
     Args:
         rows: V.

@@ -69,7 +69,7 @@ class HostTable(WritableTable):
         dtype: How weights are stored: "fp32" or "bfloat16".
         slots: How the optimizer's state columns are stored: "fp32", "bfloat16" or "8bit". Per-row state is always
             float32. If dim is 1, "8bit" also stores state columns as float32, since a scale would take 4 bytes anyway.
-        storage: None for memory; or a `Disk`, on which rows are that do not fit in its memory. Results are the same.
+        storage: None for memory; or a `Disk`, which has the rows that do not fit in its memory. Results are the same.
         capacity: For a table by key: the maximum number of keys with a row, or the memory for all keys, such as
             "24GiB". None for what the free memory allows. Memory is taken as keys come.
         admit: For a table by key: `MinCount` or `Probability`; None to give each key a row at once.
@@ -144,7 +144,7 @@ class HostTable(WritableTable):
         """Make the rows of a new table, with their initial values."""
         self.total_rows, self.capacity = rows, rows
         self.start, stop = (0, rows) if self.part is None else range_of(rows, *self.part)
-        self.writes = int(isinstance(form.init, Given))  # the program's own values
+        self.writes = int(isinstance(form.init, Given))  # an array of initial weights counts as a write
         ids = RowIds(self.start, rows, self.part is not None)
         self.stored = TableRows(form, ids, make_filled(form, stop - self.start, ids, self.disk))
 
@@ -242,7 +242,7 @@ class HostTable(WritableTable):
         self._after_write(None)
 
     def forget_rows(self) -> None:
-        """Give all rows their initial values, before those of a checkpoint are loaded; see `reset`."""
+        """Give all rows their initial values, before a checkpoint's rows are loaded; see `reset`."""
         self._before_write()
         self._forget_all()
         self.stored.untouched = False

@@ -28,7 +28,7 @@ class TableKeys:
 
     Args:
         rows: The table's rows.
-        index: The keys' rows, without keys.
+        index: The index of the keys' rows, still without keys.
         unknown: What keys without a row read, one of `core.keys.UNKNOWN`.
         part: (rank, ranks) if this rank has only the keys that it owns, else None.
 
@@ -47,9 +47,9 @@ class TableKeys:
         self.begin(index)
 
     def begin(self, index: KeyIndex) -> None:
-        """Begin with an index without keys; rows for keys without a row remain, by name."""
+        """Begin with an index without keys; give each name of an out-of-vocabulary row a new row in it."""
         names = ["", *self.unknown_rows]
-        self.index, self._first_step = index, 0  # the table's step count when the index was at step 0
+        self.index, self._first_step = index, 0  # `_first_step`: the table's step count when the index was at step 0
         self.unknown_rows = {}
         self.use_unknown(names)
 
@@ -59,7 +59,7 @@ class TableKeys:
         return self._part is None or self._part[0] == 0
 
     def owns(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Return which keys, int64 [N], this rank owns, bool [N]; they depend on the number of ranks only."""
+        """Return which keys, int64 [N], this rank owns, bool [N]; a key's owner depends only on the number of ranks."""
         if self._part is None:
             return np.ones(len(keys), np.bool_)
         rank, ranks = self._part
@@ -95,7 +95,7 @@ class TableKeys:
             self.unknown_row(name)
 
     def _fill(self, rows: Positions, step: int) -> None:
-        """Write what keys without a row read."""
+        """Write the values that keys without a row read: zeros, or initial values whose last step is `step`."""
         self._rows.fill_unused(rows, None if self.unknown == ZEROS else step)
 
     def are_unused(self, rows: Ids) -> npt.NDArray[np.bool_]:
@@ -112,8 +112,8 @@ class TableKeys:
     def find_or_guest(self, keys: Keys) -> tuple[Positions, GuestRows | None]:
         """Return the rows of distinct keys [U] as `find_rows` does, for a batch that only reads.
 
-        If keys without a row read their own initial values, these are in rows for this batch, which must keep the
-        second value.
+        If keys without a row read their own initial values, they get rows for this batch, which must keep a reference
+        to the second result while it uses them.
         """
         rows = self.find_rows(keys)
         strangers = np.flatnonzero(rows == EMPTY)
@@ -164,38 +164,38 @@ class TableKeys:
             self.index.rollback()
 
     def release(self, rows: Positions) -> None:
-        """Allow the use of rows that were for one step alone, once nothing uses them any more."""
+        """Make rows free that were for one step alone; the caller no longer uses them."""
         self._rows.forget(rows)
         with self.lock:
             self.index.release(rows)
 
     def retire(self, rows: Positions) -> None:
-        """Allow the use of rows that a step has evicted, once nothing uses them any more; note them for `reports`."""
+        """Make rows free that a step has evicted; the caller no longer uses them. Before, add them to `reports`."""
         if self.reports:
             self.reports.add(self.index.keys[rows], lambda at: np.ascontiguousarray(self._rows.read(rows[at])[0][:, 0]))
         self.release(rows)
 
     def erase(self, keys: Keys) -> None:
-        """Forget keys with their rows, and zero these; see `HostTable.erase`."""
+        """Forget keys, and write zeros to their rows; see `KeyTable.erase`."""
         rows = self.index.erase(keys)
         self._rows.fill_unused(rows, None)
         self._rows.forget(rows)
-        if len(keys):  # also for keys whose rows were evicted
+        if len(keys):  # even if no key has a row now: records of its former row may be on disk
             self._rows.storage.taint()
         self.index.keys[rows] = 0
         self.index.release(rows)
 
     def place(self, keys: Keys, last: npt.NDArray[np.uint32], uses: npt.NDArray[np.uint32]) -> Positions:
-        """Return the rows of distinct keys; those that have none get one, with this last step and uses."""
+        """Return the rows of distinct keys; keys without a row get one, with their last steps and uses."""
         rows = self.index.find(keys)
         new = np.flatnonzero(rows == EMPTY)
         rows[new] = self.index.add(keys[new], last[new], uses[new])
         return rows
 
     def place_saved(self, names: Sequence[str], found: KeyColumns) -> tuple[Positions, Any]:
-        """Give keys [N] of a checkpoint rows; the first are out-of-vocabulary rows with `names`.
+        """Give keys [N] of a checkpoint rows; the first ones have the out-of-vocabulary rows `names`.
 
-        Return this rank's rows, int32 [any], and which of the keys have them: an index of arrays [N].
+        Return this rank's rows, int32 [any], and an index that selects their keys from arrays [N].
         """
         mine = self.owns(found.keys)
         mine[: len(names)] = self.is_first
@@ -206,7 +206,7 @@ class TableKeys:
         return np.concatenate([np.array(own, np.int32), rows]), slice(None) if mine.all() else mine
 
     def begin_snapshot(self, budget: Budget, *, everything: bool, copies: Copies | None) -> KeySnapshot:
-        """See `HostTable.begin_snapshot`. Rows that are planned ahead may be filled meanwhile, but no step be taken."""
+        """See `HostTable.begin_snapshot`. Meanwhile, planned steps may fill rows, but no step may be taken."""
         changes = self._rows.note_changes()
         with self.lock, self._rows.noting:
             found = self.index.committed()

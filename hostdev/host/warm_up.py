@@ -62,10 +62,10 @@ def warm_up_table(
         run_tasks(unpack_tasks(packed, clock, grads[:1]))
     if squares:
         table.sum_of_squares()
-    if (limit := optimizer.clip_limit(dim)) is not None:  # as a table or cache on the CPU device does
+    if (limit := optimizer.clip_limit(dim)) is not None:  # kernels of a table or cache on the CPU device
         clipped(grads, limit)
     formats = plane_formats(table.dtype, table.slots_dtype, optimizer)
-    if formats is not None:  # as a table or cache on the CPU device does
+    if formats is not None:  # kernels of a table or cache on the CPU device
         for numbers in (ids[:1], position):
             round_rows(row[0], numbers, ids[:1], 0, formats)
 
@@ -123,7 +123,7 @@ def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, b
 
 
 def warm_up_keys() -> None:
-    """Call each kernel of the keys' directory and counts once, with one and with several threads' keys."""
+    """Call each kernel of the keys' directory and counts, with few keys for one thread, and with many for several."""
     many = np.arange(1 << 14, dtype=np.int64)
     for sketch in (None, "64KiB"):
         admit, evict = MinCount(2, sketch=sketch, expires=None if sketch else 1), Unused(steps=1, every=1)
@@ -145,7 +145,7 @@ _ROWS, _WIDTH, _FRAMES = 4096, 1024, 512  # two chunks of rows, of which some mu
 
 
 def warm_up_disk(id_dtype: npt.DTypeLike) -> None:
-    """Call each kernel once with row numbers of this dtype, on a small table in a temporary folder.
+    """Call each kernel of tables on disk once with row numbers of this dtype, on a small table in a temporary folder.
 
     If there is no space for it, kernels compile when they are needed.
     """

@@ -1,6 +1,6 @@
-"""Writes of a host table: its rows are edited, overwritten, or set to those of a checkpoint.
+"""Writes of a host table: rows are edited, overwritten and updated; snapshots are taken of rows that were written.
 
-S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+S and R: number of optimizer state columns with D values per row, and with one value per row.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,6 +210,6 @@ class WritableTable(ReadableTable):
     def begin_snapshot(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> Snapshot:
         """Begin a snapshot of all rows, or of those written since the last saved one; see `Changes.begin`.
 
-        `copies` copies the places of all rows on disk; None for a snapshot that copies values.
+        `copies` is a `LocationCopies` to copy the locations of rows on disk; None to copy values.
         """
         return self.stored.note_changes().begin(budget, everything=everything, copies=copies)

@@ -3,7 +3,7 @@
 The arithmetic is that of `kernels.catch_up`: the CPU runs its kernels, and other devices run torch operations, each
 rounded once.
 
-S and R: number of optimizer state columns of D values per row, and of those with one value per row.
+S and R: number of optimizer state columns with D values per row, and with one value per row.
 """
 
 from typing import Any, NamedTuple

@@ -230,7 +230,7 @@ def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, for
         ids: Unique rows of the block, int32 or int64 [U]; None for the first U.
         row_ids: The ids of these rows in the table, int32 or int64 [U].
         key: The 64-bit rounding key of the table's step.
-        formats: The stored format of each plane, one of `kernels.bfloat16`.
+        formats: The stored format of each plane, one of `kernels.plane_formats`.
     """
     at = identity(len(row_ids)) if ids is None else ids.numpy()
     bfloat16.round_rows(block.numpy(), at, row_ids.numpy(), key, formats)

@@ -57,9 +57,9 @@ class ColumnUses(NamedTuple):
 
     name: str
     kept: Counts  # ids with a row
-    missed: Counts  # uses in one pass over the training samples that come before the id has a row
+    missed: Counts  # uses in one pass over the training samples, before the id gets a row
     unknown: Counts  # uses in test samples of ids without a row
-    uses: int  # in training samples
+    uses: int  # uses of all ids in training samples
     test_uses: int
 
 
@@ -69,7 +69,7 @@ def count_column(name: str, keys: Keys, counts: Counts, test: Keys) -> ColumnUse
     Args:
         name: The column.
         keys: Distinct ids of the training samples [K], ascending.
-        counts: How often each is used [K].
+        counts: How often each id is used [K].
         test: Ids of the test samples [N].
     """
     at = np.minimum(np.searchsorted(keys, test), max(0, len(keys) - 1))
@@ -109,7 +109,7 @@ def count_uses_by_column(data: Path, found: Manifest) -> list[ColumnUses]:
 
 
 def advise_admission(settings: TrainConfig, data: Path, found: Manifest) -> None:
-    """Print what each --admit-count keeps, takes and loses, in all and by column."""
+    """Print the keys, the memory, and the uses without a row for each --admit-count, in all and by column."""
     model = model_of(replace(settings, tables="dynamic", host_device_mix=True), found.schema)
     each = sum(spec.shape.nbytes(1) + KEY_BYTES for spec in model.tables.values())
     print(
@@ -120,7 +120,7 @@ def advise_admission(settings: TrainConfig, data: Path, found: Manifest) -> None
 
 
 def format_advice(columns: list[ColumnUses], each: int) -> list[str]:
-    """Return the tables and the advice as lines; `each` is the bytes of a key."""
+    """Return the tables and the advice as lines; `each` is the number of bytes of a key."""
     kept = np.sum([column.kept for column in columns], 0)
     uses, test_uses = sum(column.uses for column in columns), sum(column.test_uses for column in columns)
     missed = np.sum([column.missed for column in columns], 0) / max(1, uses)
@@ -298,7 +298,7 @@ def _open(settings: TrainConfig, data: Path, found: Manifest) -> tuple[ShardRead
 
 
 def advise_tables_on_disk(settings: TrainConfig, folder: Path, step: float | None, window: int) -> None:
-    """Print how much memory the model's tables need on the disk of a folder; see `disk_advice.advise_disk`.
+    """Print how much memory the model's tables need if they are on the disk of a folder; see `disk.advise_disk`.
 
     Raises:
         UserError: The data has raw ids, or no table has rows for a disk.

@@ -44,7 +44,7 @@ _LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # limits of the sim
 _SAMPLE = 1000  # samples in the batch from which the shapes of the model's inputs are read
 
 Config = TypeVar("Config", bound=TrainConfig)
-Sampled = list[UniqueIds]  # of each batch
+Sampled = list[UniqueIds]  # for each batch, a group's unique ids and their uses
 
 
 def choose_cache(settings: Config, data: Path, found: Manifest, world: World) -> tuple[Config, list[str]]:

@@ -1,7 +1,7 @@
 """Simulation of cache policies and sizes on a data set's own batches, and the recommended cache.
 
 The cost of a step is the host's time for rows and plan, plus the time to transfer rows to the device and back. Both
-are measured on this machine; the host's time, with the training kernels on similar tables. A larger cache is
+are measured on this machine; the training kernels run on similar tables to measure the host's time. A larger cache is
 recommended only if it reduces that cost.
 """
 
@@ -35,7 +35,7 @@ from hostdev.kernels.unique import count_occurrences, unique
 from hostdev.models.model import Model
 from hostdev.train.build import count_uses, groups_of, ids_of, known_counts
 
-_TABLE_BYTES = 1 << 29  # maximum bytes of the tables; many times a processor's cache
+_TABLE_BYTES = 1 << 29  # maximum bytes of the measured tables; many times a processor's cache
 _ROUNDS = 7
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
 _WORTH = 1.05  # a smaller cache is preferred if it takes at most this multiple of the least time
@@ -317,8 +317,8 @@ class Trial(NamedTuple):
     """A cache to simulate."""
 
     policy: str
-    number: int  # of the size
-    group: int
+    number: int  # index of the size
+    group: int  # index of the group
 
 
 Ended = Mapping[str, Mapping[int, list[Simulated]]]  # by policy and group: the results for each size
@@ -430,7 +430,7 @@ def require_plan(needed: int) -> None:
 
 
 def make_curves(groups: list[TableGroup], sizes: Sequence[Sequence[int]], ended: Ended, bus: Bus) -> Curves:
-    """Return the points of each policy from the results of the simulations; `sizes` has each group's."""
+    """Return the points of each policy from the simulations' results; `sizes` has the sizes by group."""
     return {
         policy: [
             CachePoint([mine[i] for mine in sizes], [one[number][i] for number in range(len(groups))], groups, bus)

@@ -24,7 +24,7 @@ from hostdev.models.model import Model
 from hostdev.train.build import LEAST_ROW, groups_of
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
-_SECONDS = 1.0  # of writing, and of reading
+_SECONDS = 1.0  # the time to measure writing, and the time to measure reading
 _MOST_WRITTEN = 1 << 30  # bytes
 _ROW_BYTES = 1000
 _AT_ONCE = 4096  # rows that are read at a time
@@ -32,22 +32,22 @@ _COLLECTED = 2.0  # bytes written for each byte of a changed row, at most: half 
 
 
 class DiskRates(NamedTuple):
-    """What a disk does: random reads of pages a second, and bytes written a second, in sequence."""
+    """The measured rates of a disk: random reads of pages per second, and bytes written in sequence per second."""
 
     reads: float
     written: float
-    direct: bool  # whether this is the disk, and not the system's page cache
+    direct: bool  # whether the disk itself was measured, not the system's page cache
 
 
 class Need(NamedTuple):
-    """What a step needs of the disk with some memory.
+    """The disk's work in a step, if a share of the rows is in memory.
 
     Attributes:
         share: Share of the rows that is in memory.
-        nbytes: The memory.
-        rows: Rows read.
-        read: Bytes read.
-        written: Bytes written.
+        nbytes: Bytes of memory that the share takes.
+        rows: Rows read per step.
+        read: Bytes read per step.
+        written: Bytes written per step.
     """
 
     share: float
@@ -84,7 +84,7 @@ def measure_disk(folder: Path) -> DiskRates:
             if not has_room:
                 store.await_room()
         with changed:
-            store.begin_read()  # segments stay, although the last one may be collected
+            store.begin_read()  # keeps segments open, even one that is collected meanwhile
             positions = where[:count].astype(np.int64) - 1
         store.finish(np.unique(positions // format_.per_segment).tolist())
         written = count * format_.record_bytes / (time.perf_counter() - begin)
@@ -105,10 +105,10 @@ def measure_disk(folder: Path) -> DiskRates:
 
 
 def choose_groups(model: Model, groups: Sequence[TableGroup]) -> list[TableGroup]:
-    """Return the groups of tables that --table-dir puts on disk, without their other tables.
+    """Return the groups of tables that --table-dir puts on disk, without the groups' tables that stay in memory.
 
     Raises:
-        UserError: There are none.
+        UserError: No table goes to disk.
     """
     found = []
     for names, group in zip(groups_of(model), groups, strict=True):
@@ -128,8 +128,8 @@ def simulate(
 ) -> list[Need]:
     """Return what a step needs with each share of the rows in memory, over one pass in batches of `size` samples.
 
-    Shares of less memory than a batch needs are left out. Figures are those of the second half, in which rows that were
-    used before are on disk.
+    Shares with less memory than a batch needs are left out. The figures are means over the second half of the pass, in
+    which rows that were used before are on disk.
     """
     steps = reader.steps(size)
     shares = [share for share in SHARES if all(_count(group, share) > group.unique for group in groups)]
@@ -149,7 +149,7 @@ def simulate(
 
 
 def _count(group: TableGroup, share: float) -> int:
-    """Return how many rows of a group fit in the memory of this share of its rows, but for one in eight."""
+    """Return how many rows fit in the memory of this share of a group's rows, less the reserved ones: one in eight."""
     size = MemorySize(group.rows, *_formats(group)[0])
     return count_most(size.count_frames(int(share * group.rows * size.frame_bytes)), group.rows)
 
@@ -181,7 +181,7 @@ def advise_disk(
         reader: The training samples.
         size: The batch size.
         folder: A folder on the disk.
-        seed: Of the order of the samples.
+        seed: The seed of the samples' order.
         step: Seconds of a step with all rows in memory, or None for the host's work alone, which is measured.
         window: Number of batches that are read ahead.
     """

@@ -103,7 +103,7 @@ class Optimum:
             self._recorded.append((ids, uses))
 
     def end(self) -> list[Simulated]:
-        """Return the results of the best caches of each size; none if host memory does not suffice to find them.
+        """Return the results of the best caches of each size; [] if host memory does not suffice to find them.
 
         For the lowest costs, a cache may begin the second half with any rows.
         """

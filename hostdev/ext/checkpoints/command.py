@@ -132,7 +132,7 @@ def _newest(path: Path, prog: str) -> folder.Chain:
 
 
 def _report(found: folder.Found, prog: str) -> folder.Chain:
-    """Return the checkpoint that was found; report newer, damaged ones on standard error."""
+    """Return the checkpoint that was found, with its parents; report newer, damaged checkpoints on standard error."""
     for line in found.notes():
         note(f"{prog}: {line}")
     return found.chain

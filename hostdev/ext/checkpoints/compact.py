@@ -1,4 +1,4 @@
-"""Offline merging of a checkpoint with its parents into a full one, also for another number of processes, by ranges."""
+"""Offline merging of a checkpoint and its parents into a full checkpoint, also for another number of processes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,33 +27,33 @@ from hostdev.kernels.shards import get_ids_at, range_of
 
 
 class _MergedRows(FullSource):
-    """A `Source` of a table's merged rows, read from the files of a chain."""
+    """A `TableSnapshot` of a table's merged rows, read from the files of a chain."""
 
     def __init__(self, layers: Layers, table: Table) -> None:
         self._rows, self._table, self.count = layers.open(table.name), table, table.rows
         self._root = layers.chain[-1].path
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """See `Source`."""
+        """See `TableSnapshot`."""
         _copy_columns(self._rows, self._rows.locate(first, last), columns, row_columns)
 
     def locate(self, first: int, last: int, out: LongIds) -> None:
-        """See `Source`."""
+        """See `TableSnapshot`."""
         out[:] = self._rows.read_locations(first, last)
 
     def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
-        """Let the new checkpoint hold the segments of the newest one; see `Source`."""
+        """Let the new checkpoint hold the segments of the newest checkpoint; see `TableSnapshot`."""
         assert self._table.segments is not None
         named = [(self._root / each.file, each) for each in self._table.segments.files]
         files = [SegmentFile(path, each.bytes, each.sha256, each.number) for path, each in named]
         return [(hold(file), file) for file in files]
 
     def key_columns(self, first: int, last: int) -> KeyColumns | None:
-        """See `Source`."""
+        """See `TableSnapshot`."""
         return self._rows.merged.between(first, last) if self._rows.is_by_key else None
 
     def other_keys(self) -> Sequence[npt.NDArray[Any]] | None:
-        """See `Source`; no key is gone since a full checkpoint."""
+        """See `TableSnapshot`; the list of keys that lost their rows is empty, because the new checkpoint is full."""
         if not self._rows.is_by_key:
             return None
         others = self._rows.merged.others
@@ -61,7 +61,7 @@ class _MergedRows(FullSource):
 
 
 def _copy_columns(rows: SavedRows, places: Any, columns: Rows, row_columns: Rows) -> None:
-    """Copy rows to the outputs of `Source.read`."""
+    """Copy rows to the outputs of `TableSnapshot.read`."""
     about = rows.table
     found = rows.read(places, [WEIGHTS, *about.slots, *about.row_slots])
     for to, values in zip([*columns, *row_columns], found.values(), strict=True):
@@ -69,11 +69,12 @@ def _copy_columns(rows: SavedRows, places: Any, columns: Rows, row_columns: Rows
 
 
 def compact(chain: Chain, keep: int | None = None) -> str:
-    """Replace an incremental checkpoint with a full one; return a description of what was done.
+    """Replace an incremental checkpoint with a full one; then remove old checkpoints; return a line about both.
 
     Args:
         chain: The checkpoint, with its parents.
-        keep: Number of newest checkpoints to keep afterwards, together with their parents; None keeps all.
+        keep: Number of newest checkpoints to keep, together with their parents, and with the best checkpoint of a run
+            with --early-stop; None keeps all.
 
     Raises:
         UserError: Another process is writing to the folder.
@@ -112,7 +113,7 @@ def merge(chain: Chain, path: Path) -> Path:
 def merged_item(layers: Layers, table: Table) -> Item:
     """Return a table's merged rows as an item to write."""
     about = replace(table, files=[], whole=False)
-    if table.segments is not None:  # the new checkpoint holds them, too
+    if table.segments is not None:  # the new checkpoint holds the same segments
         about = replace(about, segments=replace(table.segments, files=[], numbering=FROM_FIRST))
     return Item(about, _MergedRows(layers, table), True)
 
@@ -137,13 +138,13 @@ def _size(path: Path) -> int:
 
 
 class _Rows(FullSource):
-    """A `Source` of a table's rows: in id order or, with `spread`, in the order that is divided among ranks."""
+    """A `TableSnapshot` of a table's rows: in id order or, with `spread`, in the order that is divided among ranks."""
 
     def __init__(self, layers: Layers, table: Table, *, spread: bool) -> None:
         self._rows, self._spread, self.count = layers.open(table.name), spread, table.rows
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """See `Source`."""
+        """See `TableSnapshot`."""
         wanted = get_ids_at(self.count, first, last) if self._spread else np.arange(first, last)
         _copy_columns(self._rows, self._rows.find(wanted), columns, row_columns)
 

@@ -1,8 +1,8 @@
 """Delivery of a checkpoint to another folder or a store, such as the one that a server follows.
 
-All files of the source are compared with their checksums first, and so is what the target has: a damaged file there is
-replaced from the source, and only files that are not there are copied. A checkpoint appears at once, after its parents,
-so that a reader finds either all of it or none; what a killed delivery has left is removed by the next one.
+First, all files of the source and of the target are compared with their checksums. A damaged file of the target is
+replaced from the source, and only files that the target lacks are copied. A checkpoint appears atomically, after its
+parents, so that a reader finds all of it or nothing. The next delivery removes the leftovers of a killed one.
 """
 
 import contextlib
@@ -41,7 +41,13 @@ _THREADS = 4
 
 
 class Delivered(NamedTuple):
-    """What a delivery did: the number of checkpoints that are new or were mended, the bytes copied, and those there."""
+    """The result of a delivery.
+
+    Attributes:
+        checkpoints: Number of checkpoints that were added or repaired.
+        copied: Bytes that were copied.
+        there: Bytes of the delivered checkpoints that the target had already.
+    """
 
     checkpoints: int
     copied: int
@@ -49,12 +55,12 @@ class Delivered(NamedTuple):
 
 
 def deliver(chain: Chain, path: Path, keep: int) -> Delivered:
-    """Copy a checkpoint and its parents to the folder, or the store, at `path`, unless they are there.
+    """Copy what the target lacks of a checkpoint and its parents; repair damaged checkpoints, and remove old ones.
 
     Args:
         chain: The checkpoint with its parents.
-        path: From `address.checkpoint_path`.
-        keep: Number of checkpoints that stay there, besides their parents; older ones are removed.
+        path: The target, a folder or a store, as `addresses.checkpoint_path` returns it.
+        keep: Number of newest checkpoints to keep in the target, together with their parents.
 
     Raises:
         BrokenCheckpointError: A file of the checkpoint is damaged or gone; the target is as it was.
@@ -76,7 +82,7 @@ def deliver(chain: Chain, path: Path, keep: int) -> Delivered:
 
 def _deliver_to_folder(chain: Chain, path: Path, keep: int) -> Delivered:
     manifests: dict[str, CheckpointManifest] = {}
-    lost: set[str] = set()  # without a manifest that can be read
+    lost: set[str] = set()  # names of checkpoints whose manifest cannot be read
     for name in folder.names_in(path):
         try:
             manifests[name] = manifest.read(path / name)
@@ -85,7 +91,7 @@ def _deliver_to_folder(chain: Chain, path: Path, keep: int) -> Delivered:
                 note(f"{error}; {name} is removed there")
                 lost.add(name)
     new = _choose_new(chain, manifests, str(path))
-    compared: dict[tuple[int, int], bool] = {}  # by device and inode, which checkpoints share
+    compared: dict[tuple[int, int], bool] = {}  # whether a file is intact, by device and inode: checkpoints share files
 
     def is_intact(name: str, file: File, find_source: Callable[[], Path | None]) -> bool:
         try:
@@ -110,7 +116,10 @@ def _deliver_to_folder(chain: Chain, path: Path, keep: int) -> Delivered:
 
 
 def _replace_in_folder(damaged: "list[_Damaged]", path: Path, known: dict[Key, Path]) -> int:
-    """Put new files in the place of damaged ones, which may have other names; return the bytes that were copied."""
+    """Replace damaged files by new ones; return the bytes that were copied.
+
+    A new file is renamed into place, because other names may be linked to the damaged file.
+    """
     if not damaged:
         return 0
     copied = 0
@@ -127,7 +136,11 @@ def _replace_in_folder(damaged: "list[_Damaged]", path: Path, known: dict[Key, P
 
 
 def _copy_checkpoint(checkpoint: Checkpoint, to: Path, known: dict[Key, Path], done: Callable[[int], object]) -> int:
-    """Copy a checkpoint; return the bytes that were copied. Files in `known` are linked."""
+    """Copy a checkpoint to the folder `to`; return the bytes that were copied.
+
+    `known` has the folder's intact files by size and SHA-256: such files are linked, and new files are added to it.
+    `done` receives the size of each file in bytes.
+    """
     partial_ = folder.begin(to, checkpoint.name)
     states = checkpoint.manifest.segment_states
     copied = 0
@@ -137,14 +150,14 @@ def _copy_checkpoint(checkpoint: Checkpoint, to: Path, known: dict[Key, Path], d
         copied += _link_or_copy(checkpoint.path / file.file, target, file, states.get(file.file), known)
         known[file.bytes, file.sha256] = to / checkpoint.name / file.file
         done(file.bytes)
-    if (to / checkpoint.name).exists():  # one with a damaged manifest
+    if (to / checkpoint.name).exists():  # a checkpoint with a damaged manifest
         folder.remove(to / checkpoint.name)
     folder.commit(partial_, checkpoint.name, checkpoint.manifest)
     return copied
 
 
 def _link_or_copy(source: Path, target: Path, file: File, state: SegmentState | None, known: Mapping[Key, Path]) -> int:
-    """Link a file of the target with the same content, or copy the source and sync it; return the bytes copied.
+    """Link `target` to a file in `known` with the same content, or copy and sync the source; return the bytes copied.
 
     Raises:
         BrokenCheckpointError: The source does not have the manifest's content.
@@ -173,7 +186,7 @@ def _deliver_to_store(chain: Chain, store: Store, keep: int) -> Delivered:
     manifests = {name: content for name, content in stored.items() if content is not None}
     new = _choose_new(chain, manifests, store.shown)
     token = secrets.token_hex(16).encode()
-    store.write(WRITER, token)  # a run that writes there notices
+    store.write(WRITER, token)  # a run that writes to this store notices it
 
     def is_intact(name: str, file: File, find_source: Callable[[], Path | None]) -> bool:
         if (source := find_source()) is not None:
@@ -216,11 +229,11 @@ def _is_intact_stored(store: Store, name: str, file: File, content: CheckpointMa
         except StoreError as error:
             if error.is_transient:
                 raise
-            return False  # it is missing
+            return False  # the file is missing
 
 
 def _choose_new(chain: Chain, manifests: Mapping[str, CheckpointManifest], where: str) -> Chain:
-    """Return the checkpoints of a chain that are not there; raise UserError if those there are of another run."""
+    """Return the chain's checkpoints that the target lacks; raise UserError if the target has newer or foreign ones."""
     own_manifests = {checkpoint.name: checkpoint.manifest for checkpoint in chain}
     for name, content in manifests.items():
         if name in own_manifests and content.checksum != own_manifests[name].checksum:
@@ -235,7 +248,7 @@ def _choose_new(chain: Chain, manifests: Mapping[str, CheckpointManifest], where
 
 
 def _choose_kept(manifests: Mapping[str, CheckpointManifest], keep: int) -> set[str]:
-    """Return the names of the newest checkpoints and of their parents."""
+    """Return the names of the `keep` newest checkpoints that have all their parents, and of these parents."""
     kept: set[str] = set()
     count = 0
     for name in sorted(manifests, key=lambda name: manifests[name].serial, reverse=True):
@@ -249,7 +262,14 @@ def _choose_kept(manifests: Mapping[str, CheckpointManifest], keep: int) -> set[
 
 
 class _Damaged(NamedTuple):
-    """A damaged file of a checkpoint that is there: the checkpoint, the file's entry, and an intact file to copy."""
+    """A damaged file in the target.
+
+    Attributes:
+        name: The checkpoint.
+        file: The file's entry in the manifest.
+        source: An intact file with the same content.
+        state: If the file is a segment, the entry of its table's segments.
+    """
 
     name: str
     file: File
@@ -258,12 +278,12 @@ class _Damaged(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """What the target has: its intact files, by size and SHA-256, and what to do about the others.
+    """The target's files, compared with their checksums.
 
     Attributes:
-        known: The intact files.
+        known: Names of the intact files, by size and SHA-256.
         damaged: Files to replace.
-        lost: Checkpoints with damaged files that the source does not have, and those that build on them.
+        lost: Checkpoints to remove: they, or their parents, have a damaged file that the source does not have.
     """
 
     known: dict[Key, str]
@@ -277,14 +297,14 @@ def _compare(
     where: str,
     is_intact: Callable[[str, File, Callable[[], Path | None]], bool],
 ) -> _Compared:
-    """Read the files of the checkpoints that are there, and say which ones are damaged.
+    """Compare the files of the target's checkpoints with their checksums; report and return which are damaged.
 
     Args:
         chain: The checkpoint to deliver, whose files are intact.
         manifests: The manifests of the target's checkpoints.
         where: The target, for messages.
-        is_intact: Called with a checkpoint's name, a file's entry, and a function that returns a file of this machine
-            with the right content, or None.
+        is_intact: Returns whether a file of the target is intact; called with a checkpoint's name, the file's entry,
+            and a function that returns a file of this machine with the right content, or None.
     """
     sources = {(file.bytes, file.sha256): each.path / file.file for each in chain for file in each.manifest.files}
     root = chain[-1].path.parent
@@ -359,7 +379,7 @@ def _read_stored(store: Store, name: str) -> CheckpointManifest | None:
 
 
 def describe(chain: Chain, path: Path, delivered: Delivered) -> str:
-    """Return a line for the user."""
+    """Return a line that tells the user what was delivered."""
     step, where = f"step {chain[-1].manifest.step:,}", shown_place(path)
     if not delivered.checkpoints:
         return f"{where} has {step} already ({format_bytes(delivered.there)}); nothing was copied"

@@ -14,7 +14,7 @@ from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.kernels.arrays import Rows
 
-_AT_ONCE = 1 << 18  # rows of a table by key
+_AT_ONCE = 1 << 18  # rows of a table by key that are compared at a time
 
 
 def differences(one: Chain, other: Chain) -> list[str]:
@@ -108,7 +108,7 @@ def _compare_keys(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]
 
 
 def _unequal(x: Rows, y: Rows) -> tuple[npt.NDArray[np.int64], float]:
-    """Return the numbers of the rows [n, D] whose bits differ, and the largest difference; 0.0 without any."""
+    """Return the indices of the rows of x and y, [n, D], whose bits differ, and the largest difference, 0.0 if none."""
     rows = np.flatnonzero((x.view(np.uint32) != y.view(np.uint32)).any(1))
     if not len(rows):
         return rows, 0.0

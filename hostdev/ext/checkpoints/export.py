@@ -34,7 +34,7 @@ KEY, UNKNOWN = "key", "out_of_vocabulary"
 
 
 def read_vocabulary(layers: Layers) -> pa.Table | None:
-    """Return the columns `field` and `value` of each id, in a memory-mapped table; None if the checkpoint has none.
+    """Return the vocabulary, a memory-mapped table with `field` and `value` of each id; None if there is none.
 
     Raises:
         BrokenCheckpointError: The file cannot be read, or has other columns.
@@ -120,7 +120,7 @@ def _write_table(out: Path, layers: Layers, table: Table, options: ExportOptions
 
 
 class _Tensor(NamedTuple):
-    """Values to write: `pieces` yields them in order, float32 or int64 [any, ...]."""
+    """A tensor to write; `pieces` yields its rows in order, in chunks, float32 or, if `is_int`, int64."""
 
     name: str
     shape: tuple[int, ...]
@@ -160,7 +160,8 @@ def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str],
 
     `weights` and the optimizer state have a list of D numbers per row; `id` and per-row state have one number. If the
     table has a row for each id of the data set, the columns `column` and `value` follow `id`; they say which value of
-    which column of the data set has the id. A table by key has the column `key` instead of `id`.
+    which column of the data set has the id. A table by key has the column `key` instead of `id`, and its
+    out-of-vocabulary rows are left out.
     """
     names = read_vocabulary(layers)
     named = names is not None and len(names) == table.rows and table.keys is None

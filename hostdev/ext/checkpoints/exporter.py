@@ -1,4 +1,4 @@
-"""Formats of `checkpoint export`: what a format's class has, and the steps that all formats share."""
+"""The base class of the formats of `checkpoint export`, and the steps that all formats share."""
 
 import argparse
 import os
@@ -17,12 +17,12 @@ KIND = "exporter"
 class Exporter:
     """A format of `hostdev checkpoint export --format NAME`: subclass it, and register it as a `hostdev.exporter`.
 
-    The class is created without arguments when the command line is parsed: its module should import little, and `check`
-    and `write` the rest.
+    An object is created without arguments when the command line is parsed. Its module should therefore import little,
+    and `check` and `write` should import the rest.
 
     Attributes:
-        options: The names of the options, such as "slots", that have an effect with the format; the command refuses
-            the others. Those that `add_options` adds belong to them.
+        options: The names of the options that have an effect with the format, such as "slots", with those that
+            `add_options` adds. The command rejects other formats' options.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
@@ -31,21 +31,21 @@ class Exporter:
         """Add the format's own options, of which none may be required."""
 
     def check(self, arguments: argparse.Namespace) -> None:
-        """Raise UserError if an option's value is wrong, or a package is not installed; nothing was read yet."""
+        """Raise UserError if an option's value is wrong or a package is missing; called before anything is read."""
 
     def write(self, chain: "Chain", out: Path, arguments: argparse.Namespace) -> list[str]:
         """Write a checkpoint's files into an empty folder; return lines to print.
 
         Args:
-            chain: The checkpoint (the last one) and the full one and increments before it; all checksums are right.
-            out: The folder, which gets its name once this method has returned.
+            chain: The checkpoint, last, after its parents; all checksums are right.
+            out: The folder, under a temporary name until this method has returned.
             arguments: The parsed options.
         """
         raise NotImplementedError
 
 
 def export(exporter: Exporter, arguments: argparse.Namespace) -> int:
-    """Write a new folder from the newest valid checkpoint, and print its files and more lines; return the exit code.
+    """Export the newest valid checkpoint to a new folder; print its files and the exporter's lines; return 0.
 
     Raises:
         UserError: `arguments.out` exists, or an option is wrong.
@@ -78,7 +78,7 @@ def export(exporter: Exporter, arguments: argparse.Namespace) -> int:
 
 
 def require_effect(name: str, arguments: argparse.Namespace, exporters: dict[str, Exporter]) -> None:
-    """Raise UserError for a given option that has no effect with the format `name`."""
+    """Raise UserError if an option was given that has no effect with the format `name`."""
     known = {option for exporter in exporters.values() for option in exporter.options}
     for option in sorted(known - set(exporters[name].options)):
         if getattr(arguments, option):

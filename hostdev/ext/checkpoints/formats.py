@@ -34,7 +34,7 @@ class _Tables(Exporter):
 
 
 class Parquet(_Tables):
-    """One Parquet file per table, with the names of the ids."""
+    """One Parquet file per table, with the column and value of the data set that each id stands for."""
 
     format = "parquet"
 

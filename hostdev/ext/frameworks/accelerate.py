@@ -65,7 +65,7 @@ _original: Callable[[Any], None]  # accelerate's own `begin`, while a replacemen
 
 
 class States:
-    """The `runtime.reading.LoaderStates` of accelerate.
+    """The states of accelerate's loaders; implements `runtime.reading.LoaderStates`.
 
     One thread at a time reads batches; the loop's thread yields them in the same order.
     """

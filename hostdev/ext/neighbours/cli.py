@@ -1,4 +1,4 @@
-"""The command line of `neighbours`, and the options that say which rows are near to which."""
+"""The command line of `neighbours`, and the options that it shares with the export for FAISS."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _KEYS = -(1 << 63), (1 << 63) - 1
 
 
 def add_rows(to: argparse.ArgumentParser, several: str, used: str = "") -> None:
-    """Add --table, --column and --metric; `several` says what holds without the first two, `used` with what they do."""
+    """Add --table, --column and --metric; in help texts, `several` is the default of the first two, `used` a prefix."""
     to.add_argument("--table", metavar="NAME", help=f"{used}the table of vectors ({several})")
     to.add_argument("--column", metavar="NAME", help=f"{used}the column of the data with the values ({several})")
     to.add_argument(

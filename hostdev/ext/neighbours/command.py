@@ -58,7 +58,7 @@ def _choose_table(source: OpenedCheckpoint, arguments: argparse.Namespace) -> Ta
 
 
 def _find_row(source: OpenedCheckpoint, table: Table, arguments: argparse.Namespace) -> tuple[NamedRows, int]:
-    """Return the rows to compare, and the id or key of the one that the options name."""
+    """Return the rows to compare, and the id or key of the row that the options name."""
     column = None if arguments.column is None else source.find_column(arguments.column)
     if column is not None:
         source.require_columns(table, f"--column {column.name}")

@@ -22,12 +22,12 @@ from hostdev.kernels.arrays import Values
 
 LIST = "indexes.json"
 LINKS, BUILD_WIDTH, SEARCH_WIDTH = 32, 200, 64  # of HNSW: M, efConstruction, efSearch
-BOUND = 1e-5  # of the difference to exact scores, for rows of length 1
-_CHECKED, _NEAREST = 16, 10  # rows whose neighbours are compared, and how many each
+BOUND = 1e-5  # maximum difference from exact scores, for rows of length 1
+_CHECKED, _NEAREST = 16, 10  # number of rows to compare, and of neighbours of each
 
 
 class FaissOptions(NamedTuple):
-    """The options of an export to FAISS; None for all tables of vectors, or for all columns."""
+    """The options of an export to FAISS; `table` None selects all embedding tables, `column` None all columns."""
 
     table: str | None
     column: str | None
@@ -47,7 +47,7 @@ def import_faiss() -> Any:
 
 
 def write(options: FaissOptions, chain: Chain, out: Path) -> list[str]:
-    """Write an index and a file of names for each choice of rows, and the list of them; return lines to print."""
+    """Write an index and a file of names for each set of rows, and a list of the indexes; return lines to print."""
     faiss = import_faiss()
     source = open_source(chain[-1].path)
     chosen = choose_rows(source, options)
@@ -112,7 +112,7 @@ def _write_index(
 
 
 def _make(faiss: Any, options: FaissOptions, rows: NamedRows) -> Any:
-    """Return an empty index with memory for all rows: it would grow by copies of all that it has."""
+    """Return an empty index with memory for all rows; without it, the index would copy all its rows to grow."""
     metric = faiss.METRIC_L2 if options.metric == "l2" else faiss.METRIC_INNER_PRODUCT
     if options.kind == "flat":
         index = faiss.IndexFlat(rows.dim, metric)
@@ -122,7 +122,7 @@ def _make(faiss: Any, options: FaissOptions, rows: NamedRows) -> Any:
         index.hnsw.efConstruction, index.hnsw.efSearch = BUILD_WIDTH, SEARCH_WIDTH
         codes = faiss.downcast_index(index.storage).codes
     codes.resize(len(rows) * 4 * rows.dim)
-    codes.clear()  # the memory stays
+    codes.clear()  # this keeps the memory
     return index
 
 
@@ -159,7 +159,7 @@ def _fill(faiss: Any, options: FaissOptions, rows: NamedRows, path: Path, names:
 
 
 def _check(faiss: Any, options: FaissOptions, rows: NamedRows, path: Path, names: Path) -> float:
-    """Compare searches in the written index with exact ones for some rows; return the share of rows that it found.
+    """Compare searches in the written index with exact ones for some rows; return the share of exact neighbours found.
 
     Raises:
         HostdevError: A score differs by more than `BOUND`, or a flat index finds other rows.

@@ -1,6 +1,6 @@
 """The rows of a table that a search compares, read in blocks, and exact search for nearest rows, in float64.
 
-An `OpenedCheckpoint` is a checkpoint: its tables, and the columns whose values have the tables' rows.
+An `OpenedCheckpoint` has a checkpoint's tables, and the data set's columns, to whose values the rows belong.
 """
 
 from collections.abc import Iterator
@@ -29,18 +29,21 @@ from hostdev.ext.checkpoints.export import read_vocabulary
 from hostdev.ext.predict.opening import open_checkpoint, reading
 from hostdev.kernels.arrays import LongIds, Values
 
-_BLOCK_BYTES = 4 << 20  # of weights that are read at a time
+_BLOCK_BYTES = 4 << 20  # bytes of weights that are read at a time
 _FEW = 20_000  # names, among which similar ones are found within a fraction of a second
 Scores = npt.NDArray[np.float64]
 
 
 class NamedRows:
-    """The rows of a table in a checkpoint, without out-of-vocabulary rows and those of dense columns.
+    """The rows of a table in a checkpoint, either those of an id space or all.
+
+    An id space has no out-of-vocabulary rows, and no rows of dense columns. All rows of a table by key are those of its
+    keys.
 
     Args:
         layers: The checkpoint.
         table: The table's name.
-        space: The id space whose values' rows these are, or None for all rows of the table.
+        space: The id space to whose values the rows belong, or None for all rows of the table.
         vocabulary: The data set's vocabulary (`read_vocabulary`), or None if rows have no names.
 
     Attributes:
@@ -60,7 +63,7 @@ class NamedRows:
         self._options: dict[str, str] = {}
         self._keys: LongIds | None = None
         if about.keys is not None:
-            self._options = {"unknown": next(iter(about.keys.unknown), "")}  # no key of a lookup lacks a row
+            self._options = {"unknown": next(iter(about.keys.unknown), "")}  # all keys of lookups have rows
             keys = layers.merged(table).columns.keys
             self._keys = keys if space is None else keys[space.has(keys)]
             self._segments = [(0, len(self._keys))]
@@ -150,7 +153,7 @@ class OpenedCheckpoint:
 
     @cached_property
     def layers(self) -> Layers:
-        """The tables."""
+        """The content of the tables."""
         return Layers(self.chain)
 
     @cached_property
@@ -235,8 +238,8 @@ def open_source(path: Path, which: str | None = None) -> OpenedCheckpoint:
     """Open a checkpoint, or choose one as `predict` does. `Runtime.save` may have written it.
 
     Raises:
-        UserError: There is no checkpoint, or it has no evaluation, by which "best" could choose one.
-        BrokenCheckpointError: It is damaged.
+        UserError: There is no checkpoint, or the choice `which` is not possible.
+        BrokenCheckpointError: The checkpoint is damaged.
     """
     with reading(path):
         found = newest(path)

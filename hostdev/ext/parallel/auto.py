@@ -37,7 +37,7 @@ _NONE_SLICED = (
     "--mesh {mesh} divides layers among {count} processes (model={count}), but no layer can be cut into {count} "
     "slices, or --plan leaves no layer to cut; give another --mesh"
 )
-Builder = Callable[..., Any]  # has the arguments of `hostdev.parallel.Network`, and returns one
+Builder = Callable[..., Any]  # takes the arguments of `hostdev.parallel.Network`, and returns a network
 
 
 class Candidate(NamedTuple):
@@ -276,7 +276,7 @@ def _is_whole(network: nn.Module) -> bool:
 
 
 def _can_be_copied(network: nn.Module, ranks: World) -> bool:
-    """Return whether all ranks can copy a network; False if it has parameters marked by `sliced` and fits one mesh."""
+    """Return whether all ranks can copy a network; False for parameters marked by `sliced`, which fit only one mesh."""
     possible = _is_whole(network)
     if possible:
         try:
@@ -287,7 +287,7 @@ def _can_be_copied(network: nn.Module, ranks: World) -> bool:
 
 
 class _Trials(NamedTuple):
-    """What is needed to take steps with Adam in a layout; see `choose`. All ranks must call its methods."""
+    """Takes steps with Adam in layouts; `choose` describes the fields. All ranks must call the methods."""
 
     network: nn.Module
     inputs: Inputs
@@ -391,7 +391,7 @@ def pick_finalists(tried: Sequence[Candidate], available: int) -> list[Candidate
 
 
 def order_measured(finalists: Sequence[Candidate], rest: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidate to choose, the other finalists by measured time, and the rest by measured time.
+    """Return all candidates: first the one to choose, then the other finalists, then the rest, each by measured time.
 
     `finalists` are in the order of `meshes`.
     """

@@ -131,7 +131,7 @@ class Parts:
 
     @property
     def speaks(self) -> bool:
-        """Return whether this rank reports values; only one of the ranks with slices of the same layers does."""
+        """Whether this rank reports values: of the ranks with slices of the same layers, only the first does."""
         return self._ranks.at.model == 0
 
     def step(
@@ -194,7 +194,7 @@ class Parts:
     def finish(self) -> None:
         """Copy the gradients of shared parameters to all stages that use them.
 
-        Called after the gradients that `step` returned are summed over all ranks.
+        It must be called after the gradients that `step` returned are summed over all ranks.
         """
         if self._tied is not None:
             self._tied.spread()
@@ -226,7 +226,7 @@ def broadcast_parameters(network: nn.Module, ranks: World) -> None:
     tensors = [*network.parameters(), *network.buffers()]
     slices = [tensor for tensor in tensors if get_slice_dim(tensor) is not None]
     broadcast_tensors((tensor for tensor in tensors if get_slice_dim(tensor) is None), ranks.control)
-    if slices:  # a channel that is closed unused may close while another rank still connects
+    if slices:  # only then: a channel that is not used may close while another rank still connects
         broadcast_tensors(slices, ranks.channel("data"))
 
 

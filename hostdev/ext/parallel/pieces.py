@@ -210,7 +210,7 @@ def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
 def count_saved(
     pieces: Sequence[Piece], inputs: tuple[Any, ...], device: str, autocast: torch.dtype | None
 ) -> list[int]:
-    """Return the bytes that each piece saves for its backward pass, beside parameters, counted on fake tensors."""
+    """Return the bytes that each piece saves for its backward pass, besides parameters, counted on fake tensors."""
     kept: list[dict[int, Any]] = [{} for _ in pieces]  # storages, by id
 
     def watch(own: set[int], kept: dict[int, Any]) -> AbstractContextManager[Any]:
@@ -230,7 +230,7 @@ def count_saved(
 def _run_within(
     pieces: Sequence[Piece], inputs: tuple[Any, ...], contexts: Sequence[AbstractContextManager[Any]]
 ) -> None:
-    """Run pieces on fake tensors, each in a context."""
+    """Run pieces on fake tensors, each in its own context."""
     with fake_mode(one for piece in pieces for one in piece.holds) as fake:
         result: Any = fake(inputs)
         for piece, context in zip(pieces, contexts, strict=True):

@@ -324,7 +324,7 @@ def sliceable(
 ) -> list[Plan]:
     """Return the strategies of the layers that can be sliced over a number of ranks, except the layers `without`.
 
-    Layers that can be sliced together come first, in pairs; each of the others is sliced colwise if that is possible.
+    Layers that can be sliced together come first, in pairs. Other layers are sliced colwise if possible, else rowwise.
     """
     modules = dict(network.named_modules())
     units: list[Plan] = []

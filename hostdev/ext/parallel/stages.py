@@ -35,7 +35,7 @@ class Stages:
         stages: The pieces of all stages.
         traced: The tensors that each stage passes on.
         channel: Connects the ranks along the pipe axis; rank r of P has the stages r, r + P, r + 2 P, ...
-        schedule: One of `mesh.SCHEDULES`.
+        schedule: One of `world.SCHEDULES`.
         device: The device of this rank's stages.
         autocast: Dtype of autocast, or None.
         ops: Hooks around each pass.

@@ -59,7 +59,7 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
     Raises:
         UserError: The folder exists or cannot be written; raised on all ranks.
     """
-    temporary = folder.with_name(f".{folder.name}.part")  # of all ranks: `outputs.new_folder` is for one process
+    temporary = folder.with_name(f".{folder.name}.part")  # shared by all ranks, unlike that of `outputs.new_folder`
     _require_all(ranks, _make_folder(folder, temporary) if ranks.rank == 0 else "")
     said: dict[str, Any] = {}
     problem = ""

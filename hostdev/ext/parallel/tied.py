@@ -1,9 +1,9 @@
 """Parameters that several stages share: sums their gradients over the stages, so that all copies stay equal.
 
 For each micro-batch, gradients of later stages are added first, as in the backward pass of a single process. The
-sum is therefore bit-identical to that of a single process, unless one stage uses such a parameter more than once.
+sum is therefore bit-identical to that of a single process, unless one stage uses a parameter more than once.
 
-This rank's parameters as plain tensors, for gradient sums, optimizers and checkpoints.
+`LocalParameters` has this rank's parameters as plain tensors, for gradient sums, optimizers and checkpoints.
 """
 
 from collections.abc import Iterable, Sequence
@@ -141,7 +141,7 @@ class Tied:
         return found
 
     def _send_to_owner(self, parameter: Tensor, received: Gradients, stage: int, owner: int, count: int) -> Gradients:
-        """Send a stage's gradients of a parameter to the rank that sums them. Return them there, and {} elsewhere."""
+        """Send a stage's gradients of a parameter to the rank that sums them; return them there, else {}."""
         mine, source, n = self._channel.rank, self._rank(stage), parameter.numel()
         has = [int(received.get((stage, number)) is not None) for number in range(count)]
         has_gradient = self._channel.share(has if mine == source else None)[source]

@@ -96,7 +96,7 @@ def _predict(arguments: argparse.Namespace, prog: str, out: Path) -> Callable[[]
 
 
 def _by(arguments: argparse.Namespace, predictor: Predictor) -> By | None:
-    """Return how --by groups the rows."""
+    """Return how --by groups the rows; None without --by."""
     name, path = arguments.by, arguments.data
     if name is None:
         return None
@@ -104,14 +104,14 @@ def _by(arguments: argparse.Namespace, predictor: Predictor) -> By | None:
         return By(name, all_readings(predictor.data.options, [name])[name])
     found = manifest.read(path)
     if name not in found.schema.ids:
-        return By(name, ReadSettings())  # refused at the first rows
+        return By(name, ReadSettings())  # `Groups` refuses the name at the first rows
     encoding = Encoding(found, None if found.vocabulary is None else path / found.vocabulary)
     [missing] = encoding.find_ids(name, pa.nulls(1, pa.string())).tolist()
     return By(name, ReadSettings(), -1 if missing < found.schema.first_value else missing)
 
 
 def _find_data(path: Path) -> Path:
-    """Return the path of the rows: if it is the address of a data set, that of a data set."""
+    """Return the path of the rows; for the address of a data set in a store, that of its local folder."""
     address = address_of(path)
     if address is None or Store(address).read_if_there(manifest.FILE_NAME) is None:
         return path

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Onnx(Exporter):
-    """The dense layers, which ONNX Runtime computes."""
+    """The dense layers as a network in ONNX."""
 
     options = ("model",)
 

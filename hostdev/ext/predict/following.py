@@ -16,12 +16,12 @@ from hostdev.core.stores import Store
 from hostdev.core.workers import Worker
 from hostdev.ext.predict.opening import Opened, open_checkpoint
 
-SECONDS = 0.5  # between two looks at a folder
-_SETTLE_NS = 2_000_000_000  # a damaged file that has changed since this time is read again
+SECONDS = 0.5  # between two checks of a folder for newer checkpoints
+_SETTLE_NS = 2_000_000_000  # a damaged file is read again if it had changed within this time before
 
 
 class Replaceable(Protocol):
-    """A predictor that one of a newer checkpoint can replace; `Predictor` is one, and its module imports this one."""
+    """A predictor that a newer checkpoint's predictor can replace. `Predictor` is one; its module imports this one."""
 
     path: Path
     step: int
@@ -40,13 +40,14 @@ P = TypeVar("P", bound=Replaceable)
 class FollowingPredictor(Generic[P]):
     """A `Predictor` that is replaced when its folder has a newer checkpoint; returned by `Predictor.follow`.
 
-    A thread looks at the folder. A new checkpoint's files are compared with their checksums, and its model is built
-    beside the current one, which predicts meanwhile; then it takes its place at once, so that each call uses one
+    A thread watches the folder. It compares a new checkpoint's files with their checksums, and builds the new model
+    while the current one predicts. Then it replaces the current predictor in one step, so that each call uses one
     checkpoint. Files that both checkpoints have are in memory once. If the new checkpoint is damaged, or is of a model
-    with other columns, a warning says so, and the current one goes on. Any number of threads may call it.
+    with other columns, `on_problem` is called, and the current predictor stays. Any number of threads may call this
+    object.
 
     Attributes:
-        current: The predictor of the newest checkpoint. A program that makes several calls for one answer keeps it.
+        current: The predictor of the newest checkpoint. To make several calls on one checkpoint, keep this predictor.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class FollowingPredictor(Generic[P]):
         self.current = first
         self._path, self._which = path, which
         self._on_change, self._on_problem = on_change, on_problem
-        self._seen: Any = None  # the folder's content when it was last opened
-        self._damaged: Path | None = None  # the file for which the newest checkpoint was refused
+        self._seen: Any = None  # the folder's content and the damaged file's state at the last look
+        self._damaged: Path | None = None  # the damaged file because of which the newest checkpoint was refused
         self._said = ""
         self._worker = Worker("hostdev-follow", self._try_look, seconds=seconds)
         self._worker.start()
@@ -77,14 +78,17 @@ class FollowingPredictor(Generic[P]):
         return self.current(rows)
 
     def wait(self, step: int, timeout: float | None = None) -> bool:
-        """Wait until the current checkpoint is of this training step or a later one; return whether it is."""
+        """Wait until the current checkpoint is of this training step or a later one; return whether it is.
+
+        `timeout` is in seconds; None means without a limit.
+        """
         return self._worker.wait_for(lambda: self.step >= step, timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Stop looking for checkpoints; predictions go on from the current one.
+        """Stop looking for checkpoints; later calls use the current one.
 
         Args:
-            timeout: The largest number of seconds to wait for a look that has begun; None means without a limit.
+            timeout: Seconds to wait at most until a look that has begun ends; None for no limit.
         """
         self._worker.close(timeout)
 
@@ -101,7 +105,7 @@ class FollowingPredictor(Generic[P]):
             self._say(f"{shown_place(self._path)} cannot be read ({in_words(error)}); trying again")
 
     def _look(self) -> None:
-        """Take the folder's newest checkpoint if it is another one than the current."""
+        """Switch to the folder's newest or best checkpoint, as chosen, if it is not the current one."""
         begun = time.time_ns()
         there = list_checkpoints(self._path), None if self._damaged is None else _stat(self._damaged)
         if there == self._seen:
@@ -117,11 +121,11 @@ class FollowingPredictor(Generic[P]):
             self._damaged = None
         except UserError as error:
             if list_checkpoints(self._path) != there[0]:
-                return  # it was removed meanwhile; the next look finds a newer one
+                return  # the checkpoint was removed; the next look finds a newer one
             self._damaged = (error.file or self._damaged) if isinstance(error, BrokenCheckpointError) else None
             self._say(f"{error}; predictions are still those of {self.current.path.name}")
         damaged = None if self._damaged is None else _stat(self._damaged)
-        is_old = damaged is None or damaged[-1] < begun - _SETTLE_NS  # not written to since it was read
+        is_old = damaged is None or damaged[-1] < begun - _SETTLE_NS  # it had not just changed
         self._seen = (there[0], damaged) if is_old else None
 
     def _take(self, made: P) -> None:
@@ -153,7 +157,10 @@ def _stat(path: Path) -> Any:
 
 
 def list_checkpoints(path: Path) -> Any:
-    """Return a value that changes when a folder, here or in a store, has another checkpoint."""
+    """Return a value that changes with the checkpoints in a folder, here or in a store.
+
+    Raises UserError if the path is a single checkpoint.
+    """
     if (address := address_of(path)) is not None:
         return sorted(name for name in Store(address).list() if name.endswith(f"/{FILE_NAME}"))
     if is_checkpoint(path):

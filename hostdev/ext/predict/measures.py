@@ -117,7 +117,7 @@ def _at_k(runs: _Runs, k: int) -> tuple[float, float]:
     some = runs.group_positives > 0
     if not some.any():
         return float("nan"), float("nan")
-    discounts = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, k + 2)))])  # sums over the first ranks
+    discounts = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, k + 2)))])  # [i]: sum over the first i ranks
     low, high = np.minimum(runs.place, k), np.minimum(runs.place + runs.sizes, k)
     share = runs.positives / runs.sizes
     gain, found = np.zeros(len(some)), np.zeros(len(some))
@@ -130,7 +130,7 @@ def _at_k(runs: _Runs, k: int) -> tuple[float, float]:
 class By(NamedTuple):
     """The column that groups the rows: its name, how a file's values are read, and a missing value's id in a data set.
 
-    The id is -1 if missing values have none.
+    The id is -1 if missing values have no id.
     """
 
     column: str
@@ -170,7 +170,7 @@ class Groups:
         self._parts.append((keys[known], logits[known], label[known] != 0))
 
     def _values(self, part: EncodedPart) -> tuple[Keys, Mask, Mask]:
-        """Return a hash of each row's value, and the masks of rows without a value and of no row."""
+        """Return a hash of each row's value, the mask of rows without a value, and an all-False mask."""
         assert part.more is not None
         column = arrow.decoded(part.more[self._column])
         if arrow.classify_type(column.type) in ("list", "nested"):

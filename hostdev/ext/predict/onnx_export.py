@@ -27,10 +27,10 @@ from hostdev.models.model import Model, Rows
 from hostdev.runtime.features import read_ids
 
 FILE, ABOUT = "dense.onnx", "dense.json"
-OPSET = 18  # of ONNX 1.13; the lowest that torch's exporter writes
-BOUND = 1e-5  # of the difference to predictions, for values up to 1
+OPSET = 18  # the version of ONNX 1.13, the lowest that torch's exporter writes
+BOUND = 1e-5  # maximum difference from predictions: absolute up to 1, relative above
 DENSE, ROWS, BATCH = "dense", "rows", "batch"
-_CHECKED = 64  # samples
+_CHECKED = 64  # random samples with which the network is checked
 
 
 class Input(NamedTuple):
@@ -78,7 +78,7 @@ def write(model: str | None, chain: Chain, out: Path) -> list[str]:
 
 
 def get_inputs(model: Model, dense: int) -> list[Input]:
-    """Return the inputs of a model's network: `dense` if there are dense columns, and the rows of each feature."""
+    """Return the inputs of a model's network: `dense` if there are dense columns, and each feature's rows by table."""
     found = [Input(DENSE)] if dense else []
     for name, feature in model.features.items():
         if feature.is_single:
@@ -89,7 +89,7 @@ def get_inputs(model: Model, dense: int) -> list[Input]:
 
 
 def _sample(predictor: Predictor, chain: Chain) -> Batch:
-    """Return random samples, with ids that have a row where there are any."""
+    """Return random samples; with tables by key, their ids are keys of the checkpoint, if it has any."""
     schema, random = predictor.data.schema, np.random.default_rng(0)
     keys = np.arange(0)
     layers = Layers(chain)
@@ -129,7 +129,7 @@ def get_values(predictor: Predictor, inputs: Sequence[Input], batch: Batch) -> d
 def _describe(
     predictor: Predictor, inputs: Sequence[Input], values: dict[str, Tensor], outputs: Sequence[str], batch: Batch
 ) -> dict[str, Any]:
-    """Return what a server must know of the network: its inputs with their columns, and its outputs."""
+    """Return the description of the network for a server: its inputs, with their columns, and its outputs."""
     schema, given = predictor.data.schema, predictor.model.ids(batch)
     described: list[dict[str, Any]] = []
     for one in inputs:
@@ -139,7 +139,7 @@ def _describe(
             continue
         feature = predictor.model.features[one.feature]
         ids = read_ids(one.feature, feature, given[one.feature])
-        names = [name for name in feature.unknown_names if name]  # of hostdev's models: the columns of ids
+        names = [name for name in feature.unknown_names if name]  # in hostdev's own models, the columns of the ids
         about = {"name": one.name, "shape": shape, "table": one.table, "columns": names or None}
         described.append({**about, "pooling": feature.pooling, "weighted": ids.weights is not None})
     return {
@@ -154,7 +154,7 @@ def _describe(
 
 
 class _Network(nn.Module):
-    """A model whose inputs are in a row, and whose outputs are predictions [n], one for each label."""
+    """A model that takes its inputs as positional arguments, and returns predictions [n], one tensor for each label."""
 
     def __init__(self, model: Model, inputs: Sequence[Input], numeric: Sequence[bool]) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class _Network(nn.Module):
 def _convert(
     predictor: Predictor, inputs: Sequence[Input], values: dict[str, Tensor], outputs: Sequence[str], about: str
 ) -> bytes:
-    """Return the network in ONNX; raise UserError if torch cannot write a model of the user's own."""
+    """Return the network in ONNX; raise UserError if torch cannot convert it, which may happen for a custom model."""
     schema = predictor.data.schema
     network = _Network(predictor.model, inputs, [name in schema.targets.numeric for name in schema.labels]).eval()
     batch = torch.export.Dim(BATCH, min=1)
@@ -200,9 +200,9 @@ def _convert(
             )
         program.model.metadata_props["hostdev"] = about
         content: bytes = program.model_proto.SerializeToString()
-    except Exception as error:  # torch and ONNX have many
+    except Exception as error:  # torch and ONNX raise many classes
         cause: BaseException = error
-        while cause.__cause__ is not None:  # the outer ones only name the steps of the exporter
+        while cause.__cause__ is not None:  # the outer errors only name the exporter's steps
             cause = cause.__cause__
         name = predictor.settings["model"]
         raise UserError(f"the network of model {name!r} cannot be written as ONNX: {in_words(cause)[:300]}") from error
@@ -211,7 +211,7 @@ def _convert(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what torch says about its own code, packages that are not needed, and graphs that it gives up."""
+    """Silence torch, which reports on its own code, packages that are not needed, and graphs that it gives up."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -223,11 +223,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _compute(content: bytes, values: dict[str, Tensor]) -> Probabilities:
-    """Return what ONNX Runtime computes, float32 [n], or [n, labels] for several labels."""
+    """Return the predictions that ONNX Runtime computes, float32 [n], or [n, labels] for several labels."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors
+    options.log_severity_level = 3  # errors only
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     wanted = {one.name for one in session.get_inputs()}
     found = session.run(None, {name: value.numpy() for name, value in values.items() if name in wanted})
@@ -236,7 +236,7 @@ def _compute(content: bytes, values: dict[str, Tensor]) -> Probabilities:
 
 
 def _require_equal(found: Probabilities, expected: Probabilities) -> None:
-    """Raise HostdevError unless results are within BOUND, or BOUND times their size, of predictions."""
+    """Raise HostdevError unless each result differs from its prediction p by at most BOUND * max(1, |p|)."""
     far = np.abs(found - expected) / np.maximum(1, np.abs(expected))
     if found.shape != expected.shape or not (far <= BOUND).all():
         raise HostdevError(

@@ -59,7 +59,7 @@ def open_checkpoint(path: Path, which: str | None) -> Opened:
 
     Args:
         path: The checkpoint or the folder.
-        which: "best" (see `checkpoint.best.Best`), "newest", or None: the best for a run with --early-stop, otherwise
+        which: "best" (see `best.Best`), "newest", or None: the best for a run with --early-stop, otherwise
             the newest.
 
     Raises:

@@ -1,6 +1,7 @@
 """`Predictor`: probabilities from a checkpoint of `python -m hostdev.train`, for one row or a million.
 
-`UnknownValues` warns about columns with far more out-of-vocabulary values than in training, as another format has.
+`UnknownValues` warns about columns with far more out-of-vocabulary values than in training, which happens if values are
+written in another format.
 """
 
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
@@ -47,7 +48,7 @@ from hostdev.data.preprocess.encoding import Encoding
 
 _SOME = 20  # columns with fewer values are not reported
 _MOST = 0.5  # a share of unknown values above this is reported
-_TIMES = 2  # if it is also above this many times the share in training
+_TIMES = 2  # and only if it is also more than this many times the share in training
 Probabilities = npt.NDArray[np.float32]
 
 
@@ -104,7 +105,7 @@ class _FeatureLookup(NamedTuple):
     feature: Feature
     is_single: bool  # as in `Feature`
     tables: list[str]
-    unknown: Sequence[str]  # the feature's out-of-vocabulary rows of tables by key
+    unknown: Sequence[str]  # names of the feature's out-of-vocabulary rows in tables by key
 
 
 class Predictor:
@@ -135,8 +136,8 @@ class Predictor:
         model: A model class or its name. Required if the run had a custom class: a checkpoint must not decide which
             module is imported.
         which: "best" or "newest", to override the default choice.
-        query: A SELECT that computes the columns of raw rows, which it reads as the table `rows`; by default, the query
-            that the data set was made by computes those that rows lack, if it is row by row (docs/guides/query.md).
+        query: A SELECT that computes the columns from raw rows, which are its table `rows`. By default, the query that
+            made the data set computes the columns that rows lack, if it works row by row (docs/guides/query.md).
 
     Raises:
         UserError: The checkpoint is damaged, of a different model, or not written by `python -m hostdev.train`; or
@@ -183,7 +184,7 @@ class Predictor:
         on_problem: Callable[[str], object] = warn,
         **options: Any,  # Any, as they are arguments of Predictor
     ) -> "FollowingPredictor[Predictor]":
-        """Return a predictor that takes newer checkpoints of a folder while it predicts.
+        """Return a predictor that switches to newer checkpoints of a folder while it predicts.
 
         ::
 
@@ -192,8 +193,8 @@ class Predictor:
 
         Args:
             checkpoint: A folder of checkpoints or a run directory, here or in a store.
-            seconds: Time between two looks at the folder.
-            on_change: Called with the new `Predictor` in the thread that looks, after each change.
+            seconds: Seconds between two checks of the folder for newer checkpoints.
+            on_change: Called with the new `Predictor` in the thread that checks the folder, after each change.
             on_problem: Called with a line about a checkpoint that cannot be used; by default, it becomes a warning.
             options: Further arguments of `Predictor`.
 
@@ -205,7 +206,7 @@ class Predictor:
         return FollowingPredictor(cls(path, **options), path, options.get("which"), seconds, on_change, on_problem)
 
     def successor(self, opened: Opened) -> "Predictor":
-        """Return a predictor of a newer checkpoint of the same run, which shares what has not changed with this one.
+        """Return a predictor of a newer checkpoint of the same run; it shares with this one all that has not changed.
 
         Raises:
             UserError: The checkpoint is of a different model, or of other data.
@@ -221,7 +222,7 @@ class Predictor:
         return made
 
     def _use(self, opened: Opened) -> None:
-        """Take dense layers and tables from a checkpoint."""
+        """Load the dense layers of a checkpoint, and open its tables."""
         self.path, self.why = opened.path, opened.why
         self.settings, self.data_folder = opened.settings, opened.data_folder
         self.checksums = [checkpoint.manifest.checksum for checkpoint in opened.chain]
@@ -254,7 +255,7 @@ class Predictor:
 
     @cached_property
     def raw_query(self) -> "RawQuery | None":
-        """Computes the columns of raw rows; None if the data set was not made by a query, and no other is given."""
+        """Computes the columns of raw rows; None if the data set was not made by a query, and no query is given."""
         if not self.has_query:
             return None
         from hostdev.data.preprocess.query.raw_rows import RawQuery, find_source  # imports DuckDB
@@ -262,10 +263,12 @@ class Predictor:
         return RawQuery(self.encoding, find_source(self.data.sources), self._given_query)
 
     def plan(self, names: Sequence[object]) -> "RawPlan | None":
-        """Return how to compute the columns of rows that have the columns `names`, or None for rows that have all.
+        """Return the plan by which a query computes the data set's columns from rows with the columns `names`.
+
+        None if there is no query, or if rows have all columns and the query is the data set's.
 
         Raises:
-            UserError: A column is not there and cannot be computed.
+            UserError: A column is missing and cannot be computed.
         """
         if not self.has_query or (self._given_query is None and set(self.encoding.columns()) <= set(names)):
             return None
@@ -274,7 +277,7 @@ class Predictor:
 
     @cached_property
     def ambiguity(self) -> str | None:
-        """A line about columns that rows may have as raw values or as the query's results, or None."""
+        """A warning about columns that may have raw values or the results of the query; None if there are none."""
         if self._given_query is not None or not self.has_query:
             return None
         try:
@@ -334,8 +337,8 @@ class Predictor:
         """Return rows as a batch with the data set's ids; its labels are NaN.
 
         Args:
-            rows: The required columns, or raw columns that a query computes them from: a dict with a list or an array
-                of one value per row for each, a pandas DataFrame, or a pyarrow Table or RecordBatch.
+            rows: The required columns, or raw columns that a query computes them from: a dict of lists or arrays with
+                one value per row, a pandas DataFrame, or a pyarrow Table or RecordBatch.
 
         Raises:
             UserError: A column has a wrong type, or a value is invalid.
@@ -346,10 +349,10 @@ class Predictor:
         return self.encode_columns(rows)
 
     def encode_columns(self, *parts: Any) -> Batch:  # Any, as pandas may not be installed
-        """Return the same as `encode` for rows that have all columns of the data set.
+        """Return all sets of rows in `parts`, which have all columns of the data set, as one batch; see `encode`.
 
         Raises:
-            UserError: A value is invalid, or, of several sets of rows, the sets cannot be encoded together.
+            UserError: A value is invalid, or the sets cannot be encoded together, because a column's types differ.
         """
         if (plain := self.encoding.plain) is not None and all(isinstance(rows, Mapping) for rows in parts):
             joined = parts[0] if len(parts) == 1 else join_lists(parts, plain.names)
@@ -464,6 +467,6 @@ def open_for_command(note: Callable[[str], object], checkpoint: Path, device: st
 
 
 def probabilities(logits: Probabilities) -> Probabilities:
-    """Return the probabilities of logits, float32 [n]."""
+    """Return the probabilities of logits, float32 of the same shape."""
     found: Probabilities = torch.sigmoid(torch.from_numpy(logits)).numpy()
     return found

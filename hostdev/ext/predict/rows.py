@@ -32,7 +32,7 @@ def as_columns(rows: Mapping[Any, Any], encoding: "Columns") -> dict[str, Any]:
 
     Args:
         rows: Columns by name.
-        encoding: Has the columns to read.
+        encoding: Says which columns to read, and which of them are bags.
 
     Raises:
         UserError: Columns have different lengths, or it is ambiguous whether lists are one row or several.
@@ -80,7 +80,7 @@ def _is_one_row(rows: Mapping[Any, Any], separators: Mapping[str, str | None]) -
 
 
 def as_batch(rows: Any, encoding: "Columns") -> pa.RecordBatch:
-    """Return the required columns of a dict from `as_columns`, a pandas DataFrame, or a pyarrow Table or RecordBatch.
+    """Return the required columns of `rows`: a dict from `as_columns`, a DataFrame, or a pyarrow Table or RecordBatch.
 
     Raises:
         UserError: A column is not a valid Arrow array, or cannot be converted to one.
@@ -98,7 +98,7 @@ def as_batch(rows: Any, encoding: "Columns") -> pa.RecordBatch:
 
 
 def join_lists(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]] | None:
-    """Return the columns `names` of several sets of rows as one set, or None if one of them is not a list."""
+    """Return the columns `names` of several sets of rows as one set, or None if a column is not a list."""
     if not all(type(rows[name]) is list for rows in parts for name in names):
         return None
     return {name: list(chain.from_iterable([rows[name] for rows in parts])) for name in names}
@@ -115,7 +115,7 @@ def concatenate_rows(parts: Sequence[pa.RecordBatch], encoding: "Columns") -> pa
     for name in parts[0].schema.names:
         arrays = [part[name] for part in parts]
         if name in numbers and all(any(test(array.type) for test in plain) for array in arrays):
-            arrays = [array.cast(pa.float64()) for array in arrays]  # as they are converted in any case
+            arrays = [array.cast(pa.float64()) for array in arrays]  # all numbers are read as float64 later
         if any(array.type != arrays[0].type for array in arrays):
             raise UserError(f"column {name!r} has other types in other rows")
         columns.append(pa.concat_arrays(arrays))
@@ -143,7 +143,7 @@ def as_array(name: str, values: Any) -> pa.Array:
 
 
 def _array(name: str, values: Any, what: str) -> pa.Array:
-    """Return values as an Arrow array; None and NaN become nulls."""
+    """Return values as an Arrow array; None and NaN become nulls. `what` is "numbers" for numeric columns."""
     if isinstance(values, pa.Array | pa.ChunkedArray):
         _require_valid(name, values)
         return combined(values)
@@ -162,7 +162,7 @@ def _array(name: str, values: Any, what: str) -> pa.Array:
 
 
 def _round_integers(values: Sequence[Any]) -> Sequence[Any]:
-    """Return numbers as floats, as which they are read in any case, if Arrow might not convert some integers."""
+    """Convert numbers to floats if Arrow might not convert some integers; numbers are read as floats in any case."""
     kinds = set(map(type, values))
     if int not in kinds or not kinds <= {int, float, type(None)}:
         return values

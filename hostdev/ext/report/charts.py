@@ -26,11 +26,11 @@ _HEIGHT = 240
 _BAR = 18  # pixels of a bar
 _GAP = 12
 _SPACE = 1.75  # length of the axis for the longest bar, which leaves space for its value
-_MOST_TICKS = 10  # of a horizontal axis of whole numbers, each of which has a tick
-_MOST_POINTS = 60  # that are drawn on lines
+_MOST_TICKS = 10  # a horizontal axis with at most so many whole numbers has a tick for each
+_MOST_POINTS = 60  # points that are drawn on lines
 _MOST_LINES = 30  # vertical lines for the ends of epochs
 _TICKS = (0.0001, 0.001, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.999)  # probabilities on an axis of log-odds
-_TWO_LINES = (  # a long name with something in brackets, such as an op of a table
+_TWO_LINES = (  # breaks a long name before its brackets, such as "OP (TABLE)"
     "length(datum.value) > 18 && indexof(datum.value, ' (') > 0 ? [slice(datum.value, 0, indexof(datum.value, ' (')), "
     "slice(datum.value, indexof(datum.value, ' (') + 1)] : datum.value"
 )
@@ -44,7 +44,7 @@ class Series(NamedTuple):
     mean: Values
     low: Values
     high: Values
-    group: int  # most values in a group
+    group: int  # maximum number of values in a group
 
 
 def shorten(values: Values, most: int = MOST_POINTS) -> Series:
@@ -131,7 +131,7 @@ def loss_curve(names: Sequence[str], runs: dict[str, Series], ends: Sequence[flo
     Args:
         names: All runs of the page.
         runs: Losses by run.
-        ends: The last step of each epoch, if all runs have the same.
+        ends: The last step of each epoch if it is the same in all runs, else [].
     """
     values: Rows = [
         {"run": name, **dict(zip(("step", "loss", "low", "high"), map(_round, each), strict=True))}
@@ -225,7 +225,7 @@ def calibration(names: Sequence[str], runs: dict[str, Counts]) -> Spec:
 
 
 def score_distribution(names: Sequence[str], runs: dict[str, Counts]) -> Spec:
-    """Return the chart of predictions' distribution, apart for negative and positive samples."""
+    """Return the chart of the distribution of predictions, separately for negative and positive samples."""
     kinds = ("positive samples", "negative samples")
     values: Rows = []
     for name, counts in runs.items():
@@ -266,11 +266,12 @@ def bars(names: Sequence[str], rows: Rows, title: str, *, order: Iterable[str], 
     """Return horizontal bars: one for each part and run.
 
     Args:
-        rows: Dicts with "run", "part", "value", and the value as "text", of which a single run's bar shows
-            what precedes a comma.
+        rows: Dicts with "run", "part", "value", and the value as "text". The label of a single run's bar is the text
+            before the first comma.
         title: Title of the horizontal axis, with its unit.
         order: The parts from top to bottom.
         form: d3's format of the axis.
+        shown: The field of `rows` that a tooltip shows as the value.
     """
     parts = list(order)
     present = [name for name in names if any(row["run"] == name for row in rows)]

@@ -8,13 +8,13 @@ from hostdev.ext.report.quality import METRICS
 from hostdev.ext.report.reading import RUNNING, RunData
 from hostdev.ext.report.values import NONE, clean, count, entry, metric, number, option, share, size, table
 
-_APART = ("data_set", "versions", "preprocess")  # entries of config.json that are no options of training
+_APART = ("data_set", "versions", "preprocess")  # entries of config.json that are not options of training
 _EMPTY: tuple[Any, ...] = (None, "", {}, [])
-_OWN = ("--run-dir",)  # differs in any case
+_OWN = ("--run-dir",)  # options that differ between any two runs
 
 
 def final(run: RunData, name: str) -> float | None:
-    """Return a run's final metric: of summary.json, or of the last evaluation or file so far."""
+    """Return a run's final metric, from summary.json, or else from the last evaluation or file so far."""
     found = number(run.summary, name)
     if found is None and run.evaluations:
         found = number(run.evaluations[-1].test, name)
@@ -37,7 +37,7 @@ def peak(run: RunData) -> float | None:
 
 
 def head(run: RunData) -> list[Fact]:
-    """Return the figures of a single run."""
+    """Return the figures in the page's head, for a page with a single run."""
     made = [Fact("status", run.status, "so far; make the page again later" if run.status == RUNNING else "")]
     for name, title in METRICS.items():
         if (value := final(run, name)) is not None:

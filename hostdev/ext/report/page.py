@@ -1,4 +1,4 @@
-"""The page: sections with charts and tables, rendered from templates with all they need."""
+"""The page: sections with charts and tables, rendered as one HTML document with scripts, styles and data."""
 
 import base64
 import functools
@@ -14,7 +14,7 @@ from hostdev.ext.report import charts
 from hostdev.ext.report.reading import RunData
 from hostdev.ext.report.values import NONE
 
-GENERATOR = "hostdev report"  # in a page's head, by which a later report knows that it may replace the file
+GENERATOR = "hostdev report"  # in a page's head: a later report may replace a file that has it
 _SNIPPET = "window.vegaEmbed = vegaEmbed;"
 
 
@@ -33,13 +33,13 @@ class Cell:
 
 
 def cell(value: float | None, form: Callable[[Any], str]) -> Cell:
-    """Return the cell of a number, sorted by it and shown by `form`; of None, that it is not known."""
+    """Return a cell that shows a number, formatted by `form`, and is sorted by it; for None, a cell with a dash."""
     return Cell(NONE) if value is None else Cell(form(value), value)
 
 
 @dataclass(frozen=True)
 class SortableTable:
-    """A sortable table. A column is for numbers if its first cell with a key is one."""
+    """A sortable table. A column is numeric if the key of its first cell that has one is a number."""
 
     title: str
     head: list[str]
@@ -66,7 +66,7 @@ def run_table(
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: what it shows, what is found in it, and its Vega-Lite specification."""
+    """A chart: its title, its main result in words, and its Vega-Lite specification."""
 
     title: str
     finding: str
@@ -85,7 +85,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page; `missing` says why it, or some of it, has no data."""
+    """A part of the page; `missing` says why the section, or a part of it, has no data."""
 
     anchor: str
     title: str
@@ -142,7 +142,7 @@ def _bundle() -> str:
 
 
 def _hash(script: str) -> str:
-    """Return a script's hash as the page's security policy has it."""
+    """Return a script's hash in the form of the page's Content-Security-Policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 

@@ -83,7 +83,7 @@ def _capital(title: str) -> str:
 
 
 def _best(run: RunData, field: str, several: int) -> str:
-    """Return the best value of a metric, and its epoch."""
+    """Return a text with the best value of a metric and its epoch; "" if there is no value."""
     found = [(line.test.get(field, math.nan), line.epoch) for line in run.evaluations]
     found = [each for each in found if math.isfinite(each[0])]
     if not found:

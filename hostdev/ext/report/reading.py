@@ -22,16 +22,16 @@ from hostdev.ext.report.values import clean, clean_name, entry, table
 
 RUNNING, KILLED = "running", "ended without a summary"
 _ANY = (run_files.LOSS_LOG, run_files.CONFIG, run_files.SUMMARY)  # a run directory has one of these
-_TAIL = 1 << 22  # bytes of ops.log that are read of a run without a summary
+_TAIL = 1 << 22  # bytes at the end of ops.log that are read if a run has no summary
 _MOST_CHECKPOINTS = 100
 _OP = re.compile(r"Default/(?:([^/\n]+)/)?([^/\n]+)-op\d+ costs (\d+) us\.$", re.MULTILINE)
 
 T = TypeVar("T")
 
 
-_GROUPS = 15  # of equally many samples, for the calibration
-_MERGED = 5  # bins that are one bin of the distribution
-_ERRORS = 2.0  # standard errors
+_GROUPS = 15  # groups of equally many samples, for the calibration
+_MERGED = 5  # bins that are merged into one bin of the distribution
+_ERRORS = 2.0  # standard errors on each side of a share
 
 Values = npt.NDArray[np.float64]
 
@@ -43,7 +43,7 @@ class Counts(NamedTuple):
     split: str
     negatives: Values
     positives: Values
-    sums: Values  # of predictions
+    sums: Values  # sums of the predictions
 
     @property
     def samples(self) -> float:
@@ -121,20 +121,21 @@ class SavedCheckpoint:
     created: str
     nbytes: int
     is_full: bool
-    error: str = ""  # why it cannot be read; the other values are then those of its name
+    error: str = ""  # why it cannot be read; then only `name` and `step` are known, from its name
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """A run. A list is empty, and a dict too, if the run has no such file.
+    """The data of a run. A list or dict is empty if the run does not have its file.
 
     Attributes:
-        name: What the page calls the run.
+        name: The run's name on the page.
         losses: float64 [steps, 4], as `read_losses` returns them.
-        scores: By label, of the last evaluation.
+        scores: The counts of the last evaluation, by label.
         files: The lines of files.jsonl.
         ranks: The summaries of the other ranks, by rank.
-        ops: Times by op; `ops_calls` is above 0 if they are only of the last calls in ops.log.
+        ops: Times by op.
+        ops_calls: If `ops` covers only the last calls in ops.log, their number; else 0.
         notes: A line for each file that cannot be read.
     """
 
@@ -156,7 +157,7 @@ class RunData:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
-    """Read run directories; raise UserError if one is none, or is named twice."""
+    """Read run directories; raise UserError if a path is not a run directory, or a run is named twice."""
     found: dict[Path, str] = {}
     for path in paths:
         require_run(path)
@@ -196,7 +197,7 @@ def _read(path: Path, name: str) -> RunData:
 
     summary, config = (table(read(file, json_files.read, {})) for file in (run_files.SUMMARY, run_files.CONFIG))
     is_running = _is_running(path)
-    summary = {} if is_running else summary  # of an earlier part, if the run was resumed
+    summary = {} if is_running else summary  # a run that trains may have an older summary, if it was resumed
     none: tuple[dict[str, Any], int] = {}, 0
     ops, calls = (table(summary, "ops"), 0) if summary else read(run_files.OPS_LOG, _read_last_ops, none)
     status = RUNNING if is_running else clean(str(entry(summary, "status") or KILLED))
@@ -220,7 +221,7 @@ def _read(path: Path, name: str) -> RunData:
 
 
 def _is_running(path: Path) -> bool:
-    """Return whether a process trains in the run directory; the lock is held for a moment if none does."""
+    """Return whether a process trains in the run directory; if none does, this takes the log's lock for a moment."""
     try:
         loss = path / run_files.LOSS_LOG
         if (path / run_files.SUMMARY).exists() and (
@@ -234,7 +235,7 @@ def _is_running(path: Path) -> bool:
 
 
 def _count_aside(path: Path) -> int:
-    """Return the number of files in set_aside.jsonl that were set aside, without those that were only changed."""
+    """Return the number of files in set_aside.jsonl that were set aside; changes of other files do not count."""
     return sum(line.get("why") not in (run_files.GROWN, run_files.REPLACED) for line in run_files.read_json_lines(path))
 
 

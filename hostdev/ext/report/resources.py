@@ -60,7 +60,7 @@ def time(runs: Sequence[RunData]) -> Section:
 
 
 def _op_times(run: RunData) -> dict[str, dict[str, Any]]:
-    """Return the times of each op, by table if it has several."""
+    """Return the times of each op, or of each op and table if the op has several tables."""
     found = {}
     for op, times in run.ops.items():
         for scope, part in (table(times, "by_scope") or {"": times}).items():
@@ -277,7 +277,7 @@ def _exchange(runs: Sequence[RunData], names: list[str]) -> Found:
 
 
 def _ranks(run: RunData) -> list[list[Cell]]:
-    """Return a row of a table for each rank whose run directory is here."""
+    """Return a table row for rank 0, and for each other rank whose summary was found."""
     made = []
     for rank, summary in {0: run.summary, **run.ranks}.items():
         busy = [number(summary, "pipeline", name) for name in ("host_busy_us", "device_busy_us")]

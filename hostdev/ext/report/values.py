@@ -1,4 +1,4 @@
-"""Values of run directories' JSON files, which may lack entries or hold others than expected; and their text."""
+"""Values of run directories' JSON files, which may lack entries or have unexpected ones; and values as text."""
 
 import math
 import zlib

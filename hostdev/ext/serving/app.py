@@ -27,25 +27,25 @@ from hostdev.ext.serving.metrics import Metrics
 from hostdev.ext.serving.model import ServedModel
 from hostdev.ext.serving.refused import Limits, RefusedError, bad
 
-_FEW_ROWS = 4096  # whose answer is written at once; a larger one is written beside the event loop
-_BINARY_MEMORY = 8  # bytes of the values that one byte of binary tensors may become; short texts need more than that
-_GONE = 499  # the status in metrics of requests whose clients have gone; none is sent
+_FEW_ROWS = 4096  # the event loop writes answers with at most so many rows; a thread writes larger ones
+_BINARY_MEMORY = 8  # bytes of memory per byte of binary tensors, once they are parsed; short texts need more
+_GONE = 499  # the status in metrics of requests whose clients have gone; it is never sent
 
 _T = TypeVar("_T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Service:
-    """Answers requests.
+    """The endpoints of a server.
 
     Args:
         name: The model's name.
         gatherer: Computes predictions; its attribute `model` is the served model.
         metrics: Counts requests.
-        limits: Of requests.
-        token: That clients must show, or None.
-        local_name: The name that a request's Host may be, besides localhost and addresses; None for any.
-        note: Called with a line for an error that no request explains.
+        limits: The limits of requests.
+        token: The token that clients must send, or None.
+        local_name: The host name that a request's header Host may have, besides localhost and addresses; None for any.
+        note: Called with a line for the log if the server itself fails.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Service:
         self._name, self._gatherer, self._metrics, self._limits = name, gatherer, metrics, limits
         self._bodies, self._note = BodyReader(limits), note
         model = "/v2/models/{name}"
-        ends: list[tuple[str, str, Endpoint]] = [  # the first is found most quickly
+        ends: list[tuple[str, str, Endpoint]] = [  # in order of search: the most frequent one is first
             ("POST", "/v1/predict", self._predict),
             ("POST", model + "/infer", self._infer),
             ("GET", "/v2", self._server),
@@ -87,7 +87,7 @@ class Service:
         return self._gatherer.model
 
     def _guarded(self, end: Endpoint) -> Endpoint:
-        """Return an endpoint whose errors are answers."""
+        """Return an endpoint that answers errors of `end` with an error response."""
 
         async def run(request: Request) -> Response:
             try:
@@ -96,7 +96,7 @@ class Service:
                 return _error(refusal)
             except ClientGoneError:
                 request.scope["hostdev.gone"] = True
-                return Response(status_code=HTTPStatus.BAD_REQUEST)  # which nobody reads
+                return Response(status_code=HTTPStatus.BAD_REQUEST)  # nobody reads it
             except Exception as error:
                 self._note(f"error: {end.__name__.strip('_')} failed ({type(error).__name__}: {in_words(error)})")
                 return _error(RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server has failed; its log says why"))
@@ -202,7 +202,7 @@ class Service:
         binary_bytes: int,
         parse: Callable[[Structure | None], _T],
     ) -> _T:
-        """Return the result of parsing a body: at once, or, if it is large, beside the event loop in its turn."""
+        """Return the result of parsing a body: at once or, if it is large, in a thread, one body at a time."""
         if len(content) + binary_bytes <= PIECE_BYTES:
             return parse(None)
         async with self._bodies.turn:
@@ -225,7 +225,7 @@ class Service:
         return HTMLResponse(openapi.write(openapi.describe(self._name, self._model), self._name, self._model, address))
 
     def _require_model(self, request: Request) -> str | None:
-        """Return the version in the request's path, or None; raise RefusedError if it, or the model, is not served."""
+        """Return the version in the request's path, or None; raise RefusedError if this or the model is not served."""
         name, version = request.path_params["name"], request.path_params.get("version")
         self._require_served(name, version)
         return version
@@ -238,7 +238,7 @@ class Service:
 
 
 class _Front:
-    """Checks tokens and hosts, and counts answers, around an application."""
+    """Middleware around an application: checks tokens and hosts, and counts answers."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, token: Token | None, local_name: str | None) -> None:
         self._app, self._metrics, self._token, self._local_name = app, metrics, token, local_name
@@ -284,7 +284,7 @@ def _wrong_host(host: bytes) -> RefusedError:
 
 
 async def _beside(rows: int, write: Callable[[], Response]) -> Response:
-    """Return an answer with this many rows, which is written beside the event loop if it takes long."""
+    """Return the answer with this many rows that `write` makes, in a thread if there are many."""
     return write() if rows <= _FEW_ROWS else await asyncio.to_thread(write)
 
 
@@ -322,7 +322,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 @contextmanager
 def _paused() -> Iterator[None]:
-    """Within the block, do not look for garbage: a parser makes none, and each look at its values takes long."""
+    """Disable garbage collection in the block: a parser makes no garbage, and to visit all its values takes long."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -12,24 +12,24 @@ from hostdev.ext.serving.refused import Limits, RefusedError, bad, too_large
 
 Receive = Callable[[], Awaitable[Any]]
 
-_MOST_BODIES = 8  # of the largest size, which all bodies that are read or wait may have together
+_MOST_BODIES = 8  # all bodies in memory together may be as large as so many of the largest size
 _DRAINED_BYTES = 8 << 20
 _DRAINED_SECONDS = 1.0
-_ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}  # by name of a content encoding, zlib's format
-_INFLATED_BYTES = 1 << 20  # which are decompressed at once
+_ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}  # zlib's `wbits` by content encoding
+_INFLATED_BYTES = 1 << 20  # decompressed at a time
 JSON, BINARY = "application/json", "application/octet-stream"
 
 
 class BodyReader:
-    """Reads bodies. Those of all requests in progress together stay below a limit, and so do their parsed values.
+    """Reads bodies, and limits the memory of all bodies together, and that of all their parsed values.
 
     Attributes:
-        limits: Of requests.
-        most_held: The largest number of bytes of all bodies, and of all parsed values.
-        held: Bytes of bodies.
-        parsed: Bytes of parsed values.
+        limits: The limits of requests.
+        most_held: The limit in bytes of all bodies together; the same limit holds for all parsed values.
+        held: Bytes of all bodies in memory.
+        parsed: Bytes of all parsed values in memory.
         released: Set when a request has ended.
-        turn: Held while a large body is decompressed or parsed, which is done for one at a time, in order.
+        turn: Held while a body is decompressed, or a large body is parsed: one at a time, in order.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -59,7 +59,7 @@ class RequestBody:
         self._is_complete = False
 
     def _reserve(self, count: int) -> None:
-        """Count `count` more bytes; raise RefusedError if they are too many."""
+        """Count `count` more bytes; raise RefusedError if all bodies together are too large, unless none was held."""
         reader = self._reader
         if reader.held + count > reader.most_held and reader.held:
             raise RefusedError(
@@ -71,7 +71,7 @@ class RequestBody:
     async def reserve_parsed(self, memory: int) -> None:
         """Count the memory of the parsed values until the block of `holding` ends.
 
-        Waits until it fits; any is accepted if no other request has parsed values.
+        Waits until this memory fits into the limit; any amount fits if no request has parsed values.
         """
         reader = self._reader
         while reader.parsed and reader.parsed + memory > reader.most_held:
@@ -138,7 +138,7 @@ class RequestBody:
         return b"".join(parts)
 
     async def _receive(self, receive: Receive, *, counted: bool) -> bytes:
-        """Return the body; `counted` says that its length is not known beforehand."""
+        """Return the body; `counted` says that its bytes are not reserved yet, because its length was not known."""
         parts: list[bytes] = []
         size = 0
         while True:

@@ -1,6 +1,6 @@
 """The columns that a model reads, as inputs of the protocol, and the values of requests as columns to encode.
 
-Values reach the encoder with the types that they have in a request, so that it finds the ids that `Predictor` finds.
+Values reach the encoder with the types that they have in a request, so that it finds the same ids as `Predictor`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text"
 _MOST_ROW_VALUES = 1 << 18
 _TEXT, _NUMBER = {str, type(None)}, {int, float, type(None)}
 
-Columns = dict[str, Any]  # by name, a list or an array with one value per row; an array [n, k] has lists
+Columns = dict[str, Any]  # by name: a list or an array with one value per row; in an array [n, k], the values are lists
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class RawColumn:
 
     Attributes:
         kind: "id" (one value per row), "bag" (any number of values), "number", "vector" or "weights" (of a bag).
-        datatype: The data type that the protocol's metadata shows. Others are accepted.
+        datatype: The data type that the protocol's metadata shows; other data types are accepted, too.
         shape: The shape that the metadata shows; -1 stands for any number.
-        separator: Of a bag, a vector or weights in text: what separates the values; None if the text is a JSON list.
+        separator: Separates the values of a bag, a vector or weights in text; None if the text is a JSON list.
     """
 
     name: str
@@ -48,7 +48,7 @@ class RawColumn:
 
     @cached_property
     def has_lists(self) -> bool:
-        """Whether a row has any number of values."""
+        """Whether a row has a list of values."""
         return self.kind in ("bag", "vector", "weights")
 
 
@@ -77,7 +77,7 @@ def describe_inputs(predictor: Predictor) -> dict[str, RawColumn]:
 
 
 def describe_raw_inputs(plan: "RawPlan", inputs: Mapping[str, RawColumn]) -> dict[str, RawColumn]:
-    """Return the columns that are read from raw rows, by name; `inputs` are those of the data set."""
+    """Return the columns that a plan reads from raw rows, by name; `inputs` has the columns of the data set."""
     found = {}
     for name, source in plan.taken.items():
         found[source] = replace(inputs[name], name=source)
@@ -162,7 +162,7 @@ def from_rows(
         content: {"rows": [{NAME: VALUE, ...}, ...]} or {"columns": {NAME: [VALUE, ...], ...}}. Other columns, such as
             the label, are ignored.
         inputs: The columns that the model reads.
-        limits: Of requests.
+        limits: The limits of requests.
         has_escapes: Whether the document may have characters that were written as \\u and digits; only these can be
             halves of surrogate pairs.
 
@@ -203,7 +203,7 @@ def count_values(columns: Columns, inputs: Mapping[str, RawColumn], limits: Limi
     """Return the number of values in the lists and separated texts of a request's columns.
 
     Raises:
-        RefusedError: They are too many, in a row or in all. A vector may have as many as the model demands.
+        RefusedError: A row or the request has too many values. A vector may have as many as the model demands.
     """
     total = most = 0
     for name, about in inputs.items():
@@ -236,7 +236,7 @@ def count_values(columns: Columns, inputs: Mapping[str, RawColumn], limits: Limi
 
 def _require_right(columns: Columns, inputs: Mapping[str, RawColumn], *, has_escapes: bool) -> None:
     """Raise RefusedError unless the values of each column are of one kind that JSON has; null is a missing value."""
-    texts: list[str] = []  # of all columns that need no closer look, which takes much longer than this
+    texts: list[str] = []  # texts to check together; to check them one by one takes much longer
     numbers: list[float | None] = []
     for name, about in inputs.items():
         values = columns[name]
@@ -254,7 +254,7 @@ def _require_right(columns: Columns, inputs: Mapping[str, RawColumn], *, has_esc
 
 
 def _are_in_range(numbers: Sequence[float | None]) -> bool:
-    """Return whether no integer has more than 64 bits; false for some other large numbers, too."""
+    """Return whether all integers fit into 64 bits; False also for some other large numbers."""
     some = [number for number in numbers if number is not None]
     return not some or (min(some) >= -(1 << 63) and max(some) < 1 << 64)
 

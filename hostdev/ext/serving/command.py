@@ -22,11 +22,11 @@ _libc = ctypes.CDLL(None)
 _write, _signal = _libc.write, _libc.signal
 _write.argtypes, _write.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_ssize_t
 _signal.argtypes, _signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-_kept: list[object] = []  # what the handler uses
+_kept: list[object] = []  # keeps the objects alive that the signal handler uses
 
 
 def announce_lost_files(prog: str) -> None:
-    """Print a line on SIGBUS, which is sent at a look at a part of a mapped file that is gone; then end by it."""
+    """Install a handler of SIGBUS, which an access to a lost part of a mapped file causes: print a line, then end."""
     line = (
         f"{prog}: error: a file that is served was cut, or its disk failed (SIGBUS); serve a folder in which nothing "
         "changes files\n"
@@ -36,7 +36,7 @@ def announce_lost_files(prog: str) -> None:
 
     def handle(number):  # type: ignore[no-untyped-def]
         write(2, address, size)
-        reset(number, 0)  # the default: the same look, once more, ends the process
+        reset(number, 0)  # the default: the access is repeated, and SIGBUS ends the process
 
     handler = numba.cfunc("void(int32)")(handle)
     _kept[:] = [buffer, handler]
@@ -77,7 +77,7 @@ def _run_workers(settings: Settings, listener: socket.socket) -> int:
 
 
 def _started(settings: Settings, listener: socket.socket, about: dict[str, Any]) -> None:
-    """Print what is served and where, and warn of what others on the network may do."""
+    """Print the model and the address; warn if others on the network may get predictions or read the token."""
     chosen = f" ({about['why']})" if about["why"] else ""
     print(f"model    {about['model']} of {shown_place(Path(about['path']))}{chosen}")
     workers = f", {settings.workers} processes" if settings.workers > 1 else ""

@@ -1,7 +1,4 @@
-"""uvicorn's HTTP connection, with limits to heads and to what precedes a request, and the access of clients.
-
-Access depends on the token of clients, and on the host names that a request may use.
-"""
+"""uvicorn's HTTP connection with limits for heads, bodies and slow clients, and the checks of tokens and host names."""
 
 import asyncio
 import hmac
@@ -15,19 +12,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from hostdev.core.errors import UserError, in_words
 
 HEAD_SECONDS = 10.0  # for a request's head to arrive
-ANSWER_SECONDS = 30.0  # in which a client reads nothing of a large answer
+ANSWER_SECONDS = 30.0  # after which a client that reads nothing of its answer is disconnected
 _MOST_HEAD_BYTES = 1 << 16
-# A body in chunks of one byte is six times as long on the wire.
+# A request may have on the wire so many times the largest body, plus bytes; chunks of one byte take six times the body.
 _MOST_OVERHEAD, _MOST_REST_BYTES = 8, 16 << 20
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-OPEN = ("/v2/health/live", "/v2/health/ready")  # probes have no token, and learn nothing from these
+OPEN = ("/v2/health/live", "/v2/health/ready")  # paths without a token: probes have none, and the answers tell little
 _LONGEST = 4096
 
 
 class BoundedConnection(HttpToolsProtocol):
     """A connection with limits: to heads, to chunk overhead, and to clients that do not read their answers.
 
-    uvicorn has none of these. Memory and open connections could grow by requests that never reach the application.
+    uvicorn has no such limits: requests that never reach the application could use up memory and connections.
 
     Attributes:
         most_body_bytes: The largest body that the application accepts.
@@ -54,7 +51,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Pass data to the parser, unless the request is too long."""
+        """Pass data to the parser; close the connection if the head or the body is too long."""
         if self._is_in_head and self._deadline is None:
             self._start_clock()
         self._wire_bytes += len(data)
@@ -67,12 +64,12 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; drop those after a body in chunks, which nobody reads."""
+        """Keep a header; drop headers after a body in chunks, because nobody reads them."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Stop the clock, and start the request."""
+        """Stop the clock of the head, and start the request."""
         self._is_in_head = False
         self._stop_clock()
         super().on_headers_complete()
@@ -90,7 +87,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._reader_deadline = self.loop.call_later(ANSWER_SECONDS, self._require_reader)
 
     def resume_writing(self) -> None:
-        """Stop that clock."""
+        """Stop the clock of a client that did not read its answer."""
         self._stop_reader_clock()
         super().resume_writing()
 
@@ -100,7 +97,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._reader_deadline = None
 
     def _require_reader(self) -> None:
-        """Close the connection if nothing was read since the last look."""
+        """Abort the connection if the client has read nothing since the last check; else check again later."""
         self._reader_deadline = None
         left = self.transport.get_write_buffer_size()
         if left >= self._unread:
@@ -130,7 +127,7 @@ class Token:
         self._secret = secret
 
     def allows(self, path: str, authorization: bytes | None) -> bool:
-        """Return whether a request with this header Authorization may have this path."""
+        """Return whether a request with this header Authorization may use this path."""
         if path in OPEN:
             return True
         scheme, _, given = (authorization or b"").partition(b" ")

@@ -16,7 +16,7 @@ from hostdev.ext.serving.model import ServedModel
 from hostdev.ext.serving.refused import RefusedError, bad, values_of
 from hostdev.kernels.arrays import Values
 
-_MOST_BATCH_VALUES = 1 << 20  # in the lists of several requests that are encoded together
+_MOST_BATCH_VALUES = 1 << 20  # values in lists that the requests of a batch may have together
 
 
 class Predicted(NamedTuple):
@@ -28,7 +28,10 @@ class Predicted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A request's rows on their way through the queue. Its future is cancelled if nobody waits for them any more."""
+    """A request in the queue, with its numbers of rows and of values in lists.
+
+    The future is cancelled if the client does not wait any more.
+    """
 
     columns: Columns
     rows: int
@@ -51,14 +54,14 @@ class Gatherer:
     Args:
         model: The model.
         most_rows: The largest number of rows that are computed together.
-        wait: Seconds.
-        most_waiting: The largest number of rows that wait, whose lists may have `values_of` it values. A request is
-            refused if it does not fit, except that an empty queue takes any request.
-        metrics: Counts batches and the rows that wait.
-        note: Called with a line for an error that no request explains.
+        wait: Seconds that a batch's first request waits for further requests.
+        most_waiting: The largest number of waiting rows; their lists may have `values_of(most_waiting)` values. A
+            request that does not fit is refused, but an empty queue takes any request.
+        metrics: Counts batches and waiting rows.
+        note: Called with a line for the log if the server itself fails.
 
     Attributes:
-        model: The current model. Assigning another one takes effect with the next batch.
+        model: The current model. A new value takes effect with the next batch.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Gatherer:
         self._most_rows, self._wait, self._most_waiting = most_rows, wait, most_waiting
         self._metrics, self._note = metrics, note
         self._queue: deque[_Ticket] = deque()
-        self._rows = self._values = 0  # that wait
+        self._rows = self._values = 0  # waiting rows, and values in their lists
         self._is_busy = False
         self._worker = Worker("hostdev-serving", self._work, drains=True)
         self._changed = self._worker.changed
@@ -103,7 +106,7 @@ class Gatherer:
             values: The number of values in the rows' lists.
 
         Raises:
-            RefusedError: The queue is full, a value is invalid, the version is another one, or the server ends.
+            RefusedError: The queue is full, a value is invalid, another version is served, or the server is ending.
             ClientGoneError: The client has gone; its rows are not computed unless that has begun.
         """
         future: asyncio.Future[Predicted] = asyncio.get_running_loop().create_future()
@@ -116,7 +119,7 @@ class Gatherer:
                 raise ClientGoneError
             return future.result()
         finally:
-            future.cancel()  # without effect if it is done
+            future.cancel()  # no effect on a future that is done
             watched.cancel()
 
     def _enter(self, ticket: _Ticket) -> bool:
@@ -138,7 +141,7 @@ class Gatherer:
         return is_next
 
     def close(self, seconds: float) -> bool:
-        """Refuse new requests, compute those that wait, and end the thread; return whether it ended in time."""
+        """Refuse new requests, compute waiting ones, and end the thread; return whether it ended within `seconds`."""
         return self._worker.stop(seconds)
 
     def _work(self) -> None:
@@ -179,7 +182,7 @@ class Gatherer:
                     return found
 
     def _fits(self, ticket: _Ticket, rows: int, values: int) -> bool:
-        """Return whether a request may be in a batch that has these rows, and values in lists, already."""
+        """Return whether a request fits into a batch that already has `rows` rows, and `values` values in lists."""
         return rows + ticket.rows <= self._most_rows and values + ticket.values <= _MOST_BATCH_VALUES
 
     def _compute(self, tickets: list[_Ticket]) -> "_Results":

@@ -1,6 +1,6 @@
-"""JSON of requests, which is parsed strictly, in bounded steps, with a `RefusedError` for each error; and of answers.
+"""JSON of requests, parsed strictly, in bounded steps, with a `RefusedError` for each error; and JSON of answers.
 
-Python's parser releases the GIL for nothing. A large text is therefore scanned first, by a kernel that does, and then
+Python's parser never releases the GIL. A large text is therefore scanned first, by a kernel that releases it, and then
 parsed in pieces, between which other threads run.
 """
 
@@ -16,12 +16,12 @@ import numpy as np
 from hostdev.ext.serving import json_structure
 from hostdev.ext.serving.refused import RefusedError, bad, too_large
 
-PIECE_BYTES = 1 << 16  # which are parsed at once, in a few milliseconds
-_PIECE_VALUES = 4096  # of an answer, which are written at once
+PIECE_BYTES = 1 << 16  # parsed at a time, in a few milliseconds
+_PIECE_VALUES = 4096  # values of an answer that are written at a time
 _SPACES = b" \t\n\r"
-_MOST_DEPTH = 256  # of texts with more than one piece
-# Bytes that Python needs, at most, for an object of one entry, for an array, for a text beside its characters, with a
-# place in its container, and for each character of a number.
+_MOST_DEPTH = 256  # the deepest nesting of texts that are parsed in pieces
+# Bytes that Python needs, at most, for an object of one entry, for an array, for a text without its characters (each
+# with its place in a container), and for each character of a number.
 _OBJECT_BYTES, _ARRAY_BYTES, _TEXT_BYTES, _NUMBER_BYTES = 240, 96, 96, 12
 
 
@@ -93,7 +93,7 @@ def parse_json(content: bytes, what: str = "the body", structure: Structure | No
 
 
 class _Pieces:
-    """Parses a text in pieces. It holds for each that what surrounds it is JSON with another value in its place."""
+    """Parses a text in pieces. The text around a large container is parsed with null in the container's place."""
 
     def __init__(self, content: bytes, what: str, structure: Structure) -> None:
         self._content, self._what = content, what
@@ -123,7 +123,7 @@ class _Pieces:
         return items if is_list else entries
 
     def _group(self, start: int, stop: int, *, is_list: bool) -> Any:
-        """Return some entries of a list or an object: small ones, or a single one."""
+        """Return a group of entries of a list or an object: several small entries, or a single one."""
         left, right = (b"[", b"]") if is_list else (b"{", b"}")
         found = bisect_left(self._starts, start)
         if found == len(self._starts) or self._starts[found] >= stop:
@@ -132,7 +132,7 @@ class _Pieces:
         return [value] if is_list else dict.fromkeys(shell, value)
 
     def _with_one_large(self, start: int, stop: int, left: bytes, right: bytes) -> tuple[Any, Any]:
-        """Return a text that has a single large container: the text with null in its place, parsed; and its value."""
+        """Parse a text with one large container; return the text's value with null in its place, and the container."""
         inner = self._starts[bisect_left(self._starts, start)]
         rest = self._cuts[inner][-1] + 1
         if after := self._content[rest:stop].lstrip(_SPACES):
@@ -145,7 +145,7 @@ class _Pieces:
 
 
 def _load(piece: bytes, what: str, content: bytes, start: int, added: int) -> Any:
-    """Parse a piece: `added` bytes, and then what is at `start` in the content."""
+    """Parse a piece, which has `added` bytes before the content from `start` on; errors count in the content."""
     try:
         return json.loads(piece.decode(), parse_constant=_reject, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
@@ -159,7 +159,7 @@ def _load(piece: bytes, what: str, content: bytes, start: int, added: int) -> An
 
 
 def _not_json(message: str, what: str, content: bytes, start: int, characters: int = 0) -> RefusedError:
-    """Return the refusal for what is wrong some characters after the byte `start`."""
+    """Return the error for a fault that is `characters` characters after the byte `start`."""
     before = content[:start].decode(errors="replace")
     after = content[start : start + 4 * max(0, characters)].decode(errors="replace")
     place = json.JSONDecodeError(message, before + after, len(before) + max(0, characters))

@@ -17,13 +17,13 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from hostdev.core.outputs import replacing
 
-FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # if it is set, the processes of a server add their metrics up
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # if this is set, each process reports the sums over a server's processes
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 
 
 class _Writer(NamedTuple):
-    """Who writes values to files, which are named after the process. A change makes its values open them again."""
+    """The writer of values to files named after the process; if it changes, the values open their files again."""
 
     process: int
     openings: int
@@ -33,7 +33,7 @@ class _Writer(NamedTuple):
 
 
 class Metrics:
-    """What a server counts."""
+    """The metrics of a server."""
 
     def __init__(self) -> None:
         self._openings = 0
@@ -61,7 +61,7 @@ class Metrics:
         self._problems = counter("hostdev_model_problems", "Checkpoints that could not be used, by all processes.")
 
     def request(self, end: str, status: int, seconds: float) -> None:
-        """Count an answered request."""
+        """Count an answered request of the endpoint `end`."""
         self._requests.labels(end, str(status)).inc()
         self._seconds.labels(end).observe(seconds)
 
@@ -101,7 +101,7 @@ class Metrics:
         """Write this process's files again, with all that was counted, if a cleaner of temporary files removed them."""
         if FOLDER_VARIABLE not in os.environ:
             return
-        values: list[Any] = [self._rows, self._waiting, self._step]  # one of each file
+        values: list[Any] = [self._rows, self._waiting, self._step]  # one metric of each file
         files = [value._value._file for value in values] + [self._batch_rows._sum._file]
         missing = [file for file in files if not Path(file._fname).exists()]
         with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ class Metrics:
 
 
 class _WithAge:
-    """The metrics of this process, or of all, and the model's age, which changes while nobody sets it."""
+    """The metrics of this process, or of all processes, and the model's age, which is computed at each request."""
 
     def __init__(self, own: CollectorRegistry) -> None:
         self._own = own

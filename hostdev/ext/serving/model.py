@@ -22,7 +22,7 @@ from hostdev.kernels.arrays import Values
 if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawPlan
 
-_MOST_INPUTS = 64  # sets of columns of raw rows whose inputs are kept
+_MOST_INPUTS = 64  # plans for raw rows whose inputs are cached
 _WARM_UP_ROWS = (1, 600)  # few and many rows take different ways through the kernels
 
 
@@ -63,7 +63,7 @@ class ServedModel:
         self.written = datetime.fromisoformat(predictor.created).timestamp()
 
     def successor(self, predictor: Predictor) -> "ServedModel":
-        """Return the model of a newer checkpoint, whose predictor is a successor of this one's."""
+        """Return the model of a newer checkpoint, given the `Predictor.successor` of this model's predictor."""
         made = copy.copy(self)
         made._use(predictor)
         return made
@@ -104,8 +104,8 @@ class ServedModel:
         Args:
             requests: The requests' columns.
             most: The largest number of rows in a piece.
-            is_waiting: Called before each piece with the number of a request, until it returns true; if nobody waits
-                any more, nothing more is computed.
+            is_waiting: Returns whether the client of the request with this number still waits. It is called before each
+                piece, until one client waits; if none does, nothing more is computed.
         """
         batch, sizes = self.encode(requests)
         outcomes: list[Values | Exception | None] = [size if isinstance(size, Exception) else None for size in sizes]
@@ -148,7 +148,7 @@ class ServedModel:
         try:
             batch = self.predictor.encode_columns(*self._complete(requests))
             sizes += [len(next(iter(columns.values()))) for columns in requests]
-        except Exception as error:  # of a value, or as values of different types must not be put into one column
+        except Exception as error:  # a wrong value, or types that differ between the requests
             if len(requests) == 1:
                 return None, [error]
             encoded = [self.encode([columns]) for columns in requests]
@@ -161,7 +161,7 @@ class ServedModel:
         return batch, sizes
 
     def _complete(self, requests: Sequence[Columns]) -> Sequence[Columns]:
-        """Return requests' columns with those that a query computes in place of raw ones.
+        """Return the requests' columns, with raw columns replaced by those that the query computes from them.
 
         Requests with the same columns are computed together, in one call of the query's engine.
         """

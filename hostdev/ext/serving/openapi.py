@@ -1,4 +1,4 @@
-"""What a server says of itself: the OpenAPI document with the columns of its model, and the page at /."""
+"""The OpenAPI document of a server, with the columns of its model, and the page at /."""
 
 import json
 import shlex
@@ -29,7 +29,7 @@ pre { padding: .8rem; border: 1px solid #8886; border-radius: .3rem; white-space
 
 
 def describe(name: str, model: ServedModel) -> dict[str, Any]:
-    """Return the document for a model that is served under `name`."""
+    """Return the OpenAPI document for a model that is served under `name`."""
     v2 = f"/v2/models/{name}"
     schemas = {
         "Error": _object({"error": {"type": "string"}}),

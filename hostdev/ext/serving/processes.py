@@ -24,11 +24,11 @@ from hostdev.ext.serving.settings import Settings
 
 _POLL_SECONDS = 0.2
 _END_SECONDS = 40.0  # longer than a worker's own limit
-_MOST_PAUSE = 30.0  # seconds before a worker is replaced again, while others serve; not `core.patience`
+_MOST_PAUSE = 30.0  # longest wait in seconds before a worker is replaced again, while others serve
 
 
 class Served(NamedTuple):
-    """A checkpoint that is served; two may have the same step."""
+    """A checkpoint that is served; different checkpoints may have the same step."""
 
     step: int
     written: float  # seconds since 1970
@@ -40,7 +40,7 @@ class WorkerError(HostdevError):
 
 
 class _Worker:
-    """A worker process. It serves `settings`, and ends when `end` closes a connection, or when this process is gone."""
+    """A worker process that serves with `settings`. It ends when `end` closes the connection, or this process dies."""
 
     def __init__(self, settings: Settings, listener: socket.socket, metrics: Path) -> None:
         self.connection, inner = Pipe()
@@ -52,14 +52,14 @@ class _Worker:
             self.process = subprocess.Popen(
                 command, pass_fds=inherited, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
             )
-        with contextlib.suppress(OSError):  # it is gone already
+        with contextlib.suppress(OSError):  # the worker has died already
             self.connection.send(settings)
         self.is_at_end = False  # whether the connection has nothing more
         self.ready: dict[str, Any] | None = None
         self.serves: Served | None = None
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that the worker has sent, and keep what they say of it."""
+        """Yield the messages that the worker has sent, and record its state from them."""
         try:
             while self.connection.poll():
                 message = self.connection.recv()
@@ -71,7 +71,7 @@ class _Worker:
             self.is_at_end = True
 
     def end(self) -> None:
-        """Ask the worker to end; release what belongs to it."""
+        """Close the connection, which asks the worker to end."""
         self.connection.close()
 
 
@@ -81,8 +81,8 @@ class WorkerProcesses:
     Args:
         settings: The server's settings.
         listener: The bound socket, which all workers accept connections from.
-        note: Called with lines for people.
-        started: Called once, with what the first worker has reported, when all workers listen.
+        note: Called with warnings for the user.
+        started: Called once, when all workers listen, with the first worker's `Serving.about`.
         changed: Called with the step of a newer checkpoint, and when it was written, once all workers serve it.
     """
 
@@ -96,8 +96,8 @@ class WorkerProcesses:
     ) -> None:
         self._settings, self._listener, self._note = settings, listener, note
         self._started, self._changed = started, changed
-        self._serves: Served | None = None  # what all workers serve
-        self._problem = ""  # that was reported last
+        self._serves: Served | None = None  # the checkpoint that all workers serve
+        self._problem = ""  # the problem that was reported last
         self._pinned: Settings | None = None
         self._ending = ServerEnd()
         self._workers: list[_Worker] = []
@@ -120,11 +120,11 @@ class WorkerProcesses:
         return self._ending.number
 
     def _start_all(self, folder: Path) -> None:
-        """Start the first worker; when it listens, the others, with the same checkpoint."""
+        """Start the first worker; when it listens, start the other workers with the same checkpoint."""
         self._workers.append(_Worker(self._settings, self._listener, folder))
         self._wait_until_ready()
         first = self._workers[0].ready
-        if first is None:  # a signal
+        if first is None:  # a signal came first
             return
         serves = self._workers[0].serves
         self._pinned = self._settings.pinned(first["path"], first["name"])
@@ -177,12 +177,12 @@ class WorkerProcesses:
         return self._pinned if self._pinned.checkpoint.exists() else self._settings
 
     def _read_messages(self) -> None:
-        """Wait a moment for messages of workers."""
+        """Wait a moment for messages of workers, and report new problems."""
         sources: dict[Any, _Worker] = {worker.connection: worker for worker in self._workers if not worker.is_at_end}
         for source in wait(list(sources), _POLL_SECONDS):
             for message in sources[source].read():
                 if (problem := message.get("problem")) not in (None, self._problem):
-                    self._problem = problem  # each worker reports it
+                    self._problem = problem  # each worker reports it; it is shown once
                     self._note(f"warning: {problem}")
 
     def _end_all(self) -> None:

@@ -31,11 +31,11 @@ class Inference:
 
     Attributes:
         id: The request's id, which the answer repeats; "" for none.
-        model: The model's name and version in the body, which kserve's client repeats there; None for each that is not.
+        model: The model's name and version in the body (kserve's client repeats them there), each None if missing.
         rows: The number of rows, n.
-        outputs: By name of the outputs that are wanted, whether in binary; None for all outputs.
-        is_binary: Whether all outputs are wanted in binary, if `outputs` is None.
-        timeout: Seconds in which the client wants the answer; 0 for any time.
+        outputs: By name of the requested outputs, whether each is sent in binary; None requests all outputs.
+        is_binary: Whether all outputs are sent in binary, if `outputs` is None.
+        timeout: Seconds in which the client wants the answer; 0 for no limit.
     """
 
     id: str
@@ -55,7 +55,7 @@ def split(body: bytes, header_length: str | None) -> tuple[bytes, bytes]:
         header_length: The header Inference-Header-Content-Length, or None.
 
     Raises:
-        RefusedError: The header is not a number of bytes that the body has.
+        RefusedError: The header is not a number, or is larger than the body.
     """
     if header_length is None:
         return body, b""
@@ -73,11 +73,11 @@ def parse(content: bytes, binary: bytes, limits: Limits, structure: Structure | 
     Args:
         content: The body's JSON.
         binary: The bytes after it.
-        limits: Of requests.
-        structure: Of the JSON, if it was scanned before.
+        limits: The limits of requests.
+        structure: The structure of the JSON, if it was scanned before.
 
     Raises:
-        RefusedError: The body does not follow the protocol, or asks for what this server does not have.
+        RefusedError: The body does not follow the protocol, or asks for something that this server does not have.
     """
     found = parse_json(content, structure=structure)
     if not isinstance(found, dict):
@@ -92,7 +92,7 @@ def parse(content: bytes, binary: bytes, limits: Limits, structure: Structure | 
         raise bad(f"`id` must be text of at most {_LONGEST_ID:,} characters")
     parameters = _parameters(found, {"binary_data_output", "priority", TIMEOUT}, "the request")
     timeout = _whole(parameters, TIMEOUT) / 1e6
-    _whole(parameters, "priority")  # all requests are computed in the order of their arrival
+    _whole(parameters, "priority")  # has no effect: requests are computed in the order of their arrival
     inputs = _inputs(found.get("inputs"), binary, limits)
     rows = {tensor.shape[0] for tensor in inputs}
     if len(rows) > 1:
@@ -208,7 +208,7 @@ def write(
 
     Args:
         about: The entries beside `outputs`: the model's name and version, and the request's id.
-        outputs: Name, values, float32 [n], and whether in binary, of each output.
+        outputs: For each output, its name, its values, float32 [n], and whether to write them in binary.
     """
     described, binary = [], []
     for name, values, is_binary in outputs:

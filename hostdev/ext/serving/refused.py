@@ -8,9 +8,9 @@ from http import HTTPStatus
 from hostdev.core.printable import printable
 
 RETRY_SECONDS = 1  # of the header Retry-After
-_VALUES_PER_ROW = 32  # in lists, on average over the largest number of rows
+_VALUES_PER_ROW = 32  # values in lists that a row may have on average over `most_rows` rows
 _CONTAINERS_PER_ROW = 16
-_LEAST = 1 << 16  # rows for which values are accepted in any case
+_LEAST = 1 << 16  # the limits of values and containers are those of at least so many rows
 
 
 class RefusedError(Exception):
@@ -53,9 +53,9 @@ class Limits:
     """Limits of requests.
 
     Attributes:
-        most_bytes: Of a body.
-        most_rows: Of a request.
-        body_seconds: For a body to arrive.
+        most_bytes: The largest number of bytes of a body.
+        most_rows: The largest number of rows of a request.
+        body_seconds: The longest time for a body to arrive, in seconds.
     """
 
     most_bytes: int
@@ -73,7 +73,7 @@ class Limits:
         return values_of(self.most_rows)
 
     def require_few(self, what: str, values: int, most: int = 0) -> None:
-        """Raise RefusedError if there are more values than `most_values`, and than `most`."""
+        """Raise RefusedError if there are more values than both `most_values` and `most`."""
         if values > max(most, self.most_values):
             raise too_large(
                 f"{what} has {values:,} values in lists, more than {self.most_values:,}; send its rows in several "

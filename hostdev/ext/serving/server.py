@@ -37,7 +37,7 @@ from hostdev.kernels.pool import set_host_threads
 END_SECONDS = 30.0  # for accepted requests to be answered after a signal
 _KEEP_ALIVE_SECONDS = 75
 _BACKLOG = 1024  # connections that the kernel holds until they are accepted
-_NEW_OBJECTS = 20_000  # lists and the like, between two looks at the newest; a large request has thousands
+_NEW_OBJECTS = 20_000  # lists and the like, between two garbage collections; a large request has thousands
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -51,14 +51,14 @@ class Serving:
 
     Args:
         settings: The server's settings.
-        changed: With --follow, called with the new model after each change, in the thread that looks.
+        changed: With --follow, called with the new model after each change, in the thread that follows the folder.
         refused: With --follow, called with a line about a checkpoint that cannot be used, in the same thread.
-        body_seconds: For a request's body to arrive.
+        body_seconds: The longest time for a request's body to arrive, in seconds.
 
     Attributes:
         name: The model's name.
         gatherer: Its attribute `model` is the served model.
-        metrics: What it counts.
+        metrics: The server's metrics.
         app: The ASGI application.
 
     Raises:
@@ -76,10 +76,10 @@ class Serving:
         self._changed = changed
         self._refused = refused or (lambda line: self._note(f"warning: {line}"))
         if settings.follow:
-            list_checkpoints(settings.checkpoint)  # a single checkpoint is an error
+            list_checkpoints(settings.checkpoint)  # raises UserError for a single checkpoint
         token = None if settings.token_file is None else read_token(settings.token_file)
         self._tls = _tls_context(settings.tls_cert, settings.tls_key)
-        if settings.workers > 1:  # else the threads, and with them all bits, are those of `Predictor`
+        if settings.workers > 1:  # with 1, the threads, and so all bits, are those of `Predictor`
             threads = max(1, available_cpus() // settings.workers)
             torch.set_num_threads(threads)
             set_host_threads(threads)
@@ -114,7 +114,7 @@ class Serving:
         note(f"{self._prog}: {line}")
 
     def about(self) -> dict[str, Any]:
-        """Return what people are told of the model when the server starts."""
+        """Return the fields of the startup banner: the model, its path, why it was chosen, its name, and its step."""
         predictor = self.gatherer.model.predictor
         about = {"model": predictor.settings["model"], "path": str(predictor.path), "why": predictor.why}
         return {**about, "name": self.name, "step": predictor.step}
@@ -132,7 +132,7 @@ class Serving:
 
     @contextlib.contextmanager
     def _follows(self) -> Iterator[None]:
-        """Take newer checkpoints within the block, if the settings say so."""
+        """Follow newer checkpoints within the block if the settings have --follow."""
         if not self._settings.follow:
             yield
             return
@@ -200,11 +200,11 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave all signals alone."""
+        """Install no signal handlers."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. The event loop accepts `backlog` connections at a time, so that workers share them evenly."""
+        """Listen with a queue of `_BACKLOG`; the loop accepts one connection at a time, so that workers share them."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)
@@ -212,7 +212,7 @@ class _Server(uvicorn.Server):
 
 
 class ServerEnd:
-    """A request to end a server, from a signal handler or another thread; the second one does not wait for answers.
+    """A request to end a server, from a signal handler or another thread; a second one does not wait for answers.
 
     Attributes:
         number: The first signal's number, or None.
@@ -231,7 +231,7 @@ class ServerEnd:
         server.should_exit = self._is_set
 
     def set(self) -> None:
-        """End the server."""
+        """End the server; at a second call, without waiting for answers."""
         self.is_forced, self._is_set = self._is_set, True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._apply)
@@ -248,7 +248,7 @@ class ServerEnd:
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Set this on Ctrl-C and SIGTERM within the block, which the main thread runs."""
+        """Set this on Ctrl-C and SIGTERM within the block, which must run in the main thread."""
         before = {number: signal.signal(number, self.handle) for number in _ENDING}
         try:
             yield
@@ -259,9 +259,9 @@ class ServerEnd:
 
 @contextlib.contextmanager
 def settled() -> Iterator[None]:
-    """Within the block, do not look for garbage again and again among all that was loaded before.
+    """Exempt all objects that exist before the block from garbage collection, and collect less often within it.
 
-    Requests make many lists, so that the collector runs often; a server is about a tenth faster without these looks.
+    Requests make many lists, so that the collector runs often; this makes a server about a tenth faster.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -289,7 +289,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
-        found.listen(_BACKLOG)  # which fails if another socket of the same address listens
+        found.listen(_BACKLOG)  # fails if another socket listens at the same address
         return found
     except OSError as error:
         found.close()
@@ -297,7 +297,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket, settings: Settings) -> str:
-    """Return a listening socket's address for people."""
+    """Return a listening socket's address as a URL."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return f"{'http' if settings.tls_cert is None else 'https'}://{shown}:{port}"
@@ -311,7 +311,7 @@ def _tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
         if path is not None and not path.is_file():
             raise UserError(f"{option} {path}: there is no such file")
     try:
-        context.load_cert_chain(cert, key, password=lambda: "")  # no question on the terminal
+        context.load_cert_chain(cert, key, password=lambda: "")  # otherwise, OpenSSL asks on the terminal
     except (OSError, ValueError) as error:
         raise UserError(
             f"--tls-cert {cert} and --tls-key {key} are not a certificate and its unencrypted key in PEM "

@@ -59,7 +59,7 @@ class ServerOptions(OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(ServerOptions):
-    """What `hostdev serve` was told; these fields are no flags of their own."""
+    """All settings of `hostdev serve`; the fields of this class are not flags."""
 
     prog: str = option("the command's name in messages", str)
     checkpoint: Path = option("the checkpoint, or a folder of checkpoints", Path)

@@ -64,7 +64,7 @@ def from_binary(name: str, datatype: str, shape: tuple[int, ...], content: bytes
 
 
 def _split_ascii(count: int, content: bytes) -> list[str] | None:
-    """Return texts whose letters and lengths all are ASCII, or None if a length does not fit."""
+    """Split texts in binary, all of whose bytes are ASCII; return None if a length does not fit."""
     letters, texts, start, length_at = content.decode("ascii"), [], 0, _LENGTH.unpack_from
     try:
         for _ in range(count):

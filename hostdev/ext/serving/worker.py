@@ -22,9 +22,10 @@ def main(argv: Sequence[str]) -> None:
     """Serve until the parent closes its end of a connection.
 
     Args:
-        argv: File descriptors: of the bound socket, and of the connection to the parent. That sends the settings, and
-            gets dicts: "ready" when the worker listens, "serves" then and at each newer checkpoint, with its step, time
-            and checksum, and "problem" with a line for people.
+        argv: The file descriptors of the bound socket and of the connection to the parent. The parent sends the
+            settings and receives dicts. "ready" has `Serving.about`, when the worker listens. "serves" has the step,
+            time and checksum of the first and each newer checkpoint. "problem" has a line about a checkpoint that
+            cannot be used.
     """
     listener, parent = int(argv[0]), Connection(int(argv[1]))
     settings: Settings = parent.recv()

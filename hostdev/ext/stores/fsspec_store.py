@@ -1,7 +1,7 @@
-"""Stores that fsspec knows, which is what pandas, Dask and torch use.
+"""Stores that fsspec knows; pandas, Dask and torch use fsspec, too.
 
-Each kind of store is a package of its own (s3fs, gcsfs, adlfs), which finds credentials in its own ways; hostdev never
-sees them.
+Each kind of store needs its own package (s3fs, gcsfs, adlfs). The package finds the credentials; hostdev never sees
+them.
 """
 
 import base64
@@ -14,21 +14,21 @@ from hostdev.core.addresses import without_secrets
 from hostdev.core.errors import StoreError, in_words
 from hostdev.core.stores import About, StoreBackend
 
-_TRANSIENT_STATES = {408, 425, 429}  # of HTTP, and all from 500 on
-_TRANSIENT_NAMES = (
+_TRANSIENT_STATES = {408, 425, 429}  # HTTP status codes; those from 500 on are transient, too
+_TRANSIENT_NAMES = (  # parts of the names of error classes
     *("Connect", "Timeout", "TimedOut", "Incomplete", "Payload", "Disconnect", "Retrieval", "HTTPClient", "Server"),
-    *("Parser", "Throttl", "Too", "Checksum"),  # the last one: an answer that was damaged on its way
+    *("Parser", "Throttl", "Too", "Checksum"),  # Checksum: the answer was damaged in transit
 )
-_TRANSIENT_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"}  # of S3, state 400
+_TRANSIENT_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"}  # S3, status 400
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
-# Keys of a file's facts, by kind of store.
+# Keys of the version and of the time of change in fsspec's `info`: each kind of store uses some of them.
 _VERSIONS = "ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "created"
 _TIMES = "LastModified", "last_modified", "mtime", "updated", "created"
 
 
 class FsspecStore(StoreBackend):
-    """See `stores.StoreBackend`."""
+    """A folder in a store, accessed through fsspec; see `stores.StoreBackend`."""
 
     def __init__(self, address: str) -> None:
         import fsspec
@@ -82,8 +82,8 @@ class FsspecStore(StoreBackend):
 
     @staticmethod
     def is_transient(error: Exception) -> bool:
-        """See `StoreBackend`; each package has its own kinds of errors."""
-        for cause in (error, error.__cause__):  # s3fs has errors of its own
+        """See `StoreBackend`; errors are recognized by S3 error code, HTTP status, or the name of their class."""
+        for cause in (error, error.__cause__):  # s3fs raises its own errors, with the client's as their cause
             response = getattr(cause, "response", None)
             if isinstance(response, dict) and response.get("Error", {}).get("Code") in _TRANSIENT_CODES:
                 return True
@@ -105,7 +105,7 @@ class FsspecStore(StoreBackend):
 
 
 def _make_about(facts: Mapping[str, Any]) -> About:
-    """Return the facts about a file from those that a store's package tells."""
+    """Convert the facts about a file that fsspec returns."""
     version = next((facts[key] for key in _VERSIONS if facts.get(key) is not None), None)
     changed = next((facts[key] for key in _TIMES if facts.get(key) is not None), 0)
     if isinstance(changed, str):
@@ -113,6 +113,6 @@ def _make_about(facts: Mapping[str, Any]) -> About:
     if isinstance(changed, datetime):
         changed = changed.timestamp()
     md5 = str(facts.get("ETag") or "").strip('"')
-    if facts.get("md5Hash"):  # of Google
+    if facts.get("md5Hash"):  # Google Cloud Storage: in base64
         md5 = base64.b64decode(facts["md5Hash"]).hex()
     return About(int(facts.get("size") or 0), str(version), int(changed * 1_000_000_000), md5)

@@ -47,7 +47,7 @@ class Spool:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pieces: list[tuple[int, int]] = []  # of each, the position of its beginning in bytes, and its rows
+        self._pieces: list[tuple[int, int]] = []  # of each piece: its offset in bytes, and its number of rows
         try:
             self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by `close`)
         except OSError as error:
@@ -55,7 +55,7 @@ class Spool:
         self.rows = 0
 
     def write(self, piece: ShardPiece) -> None:
-        """Append a piece; an empty one is left out."""
+        """Append a piece; an empty piece is left out."""
         if not len(piece):
             return
         try:
@@ -95,7 +95,7 @@ class Spool:
 
 
 def _contiguous(piece: ShardPiece) -> ShardPiece:
-    """Return a piece whose arrays are in the order of rows, as readers of pieces need them."""
+    """Return a piece with C-contiguous arrays, which readers of pieces need."""
     plain = np.ascontiguousarray
     return ShardPiece(
         plain(piece.label),
@@ -108,7 +108,7 @@ def _contiguous(piece: ShardPiece) -> ShardPiece:
 
 
 class FilePart(NamedTuple):
-    """A part of a file: its first `nbytes` bytes, None for all, without the first `after` rows."""
+    """A part of a file: the rows in its first `nbytes` bytes, or in all (None), without the first `after` rows."""
 
     nbytes: int | None = None
     after: int = 0
@@ -123,12 +123,12 @@ class Converted:
 
     Attributes:
         name: The file's name in its folder.
-        sha256: The digest of its bytes.
+        sha256: The digest of the file's first `nbytes` bytes.
         rejected: Number of rows that cannot be read; these are left out.
-        first: One line about the first of them; None if there are none.
-        lines: Number of rows in these bytes, with rejected ones and with those that had been taken before.
+        first: A line about the first rejected row; None if there is none.
+        lines: Number of rows in these bytes, with rejected rows and rows that had been taken before.
         part: Which part of the file this is.
-        skipped: Number of rows in the spool that had been taken before.
+        skipped: Number of rows at the beginning of the spool that had been taken before.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Converted:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """The number of rows in the spool that had not been taken before."""
         return self.spool.rows - self.skipped
 
     @property
@@ -158,17 +158,20 @@ class Converted:
         return Taken(self.nbytes, stamp, digest_bits(self.sha256), self.lines)
 
     def read(self, first: int = 0) -> Iterator[tuple[int, ShardPiece]]:
-        """Yield pieces from the one with row `first` on, each with the number of rows before it; it may be negative."""
+        """Yield pieces from the one with row `first` on, each with the number of rows before it.
+
+        The number is negative if the piece begins with skipped rows.
+        """
         for before, piece in self.spool.read(self.skipped + first):
             yield before - self.skipped, piece
 
     def close(self) -> None:
-        """Remove the rows; those that were read from the spool stay."""
+        """Remove the spool; pieces that were read from it stay."""
         self.spool.close()
 
 
 class Refused(NamedTuple):
-    """A file that is not trained on: why (one of EMPTY, REFUSED, REPEATED, LATE), and the reason in one line."""
+    """A file that is not trained on: why (EMPTY, REFUSED, REPEATED, LATE, GROWN or REPLACED), and the reason."""
 
     name: str
     why: str
@@ -180,7 +183,7 @@ class Refused(NamedTuple):
 class Again(NamedTuple):
     """A file to be looked at again: it has changed or vanished (`reason` is None), or the system failed to read it.
 
-    `is_open`: it lacks its end or cannot be read, and may still be written.
+    `is_open` says that the file lacks its end or cannot be read, and that a program may still be writing it.
     """
 
     name: str
@@ -207,7 +210,7 @@ def convert(
         spools: The folder for temporary files.
         stop: Ends the conversion early; the result is then `Again`.
         part: Which part of the file to convert.
-        is_quiet: Whether the file has not changed for so long that it will not; if not, it must have an end.
+        is_quiet: Whether the file has not changed for so long that it is complete; otherwise, it must have an end.
 
     Raises:
         SpoolError: The disk of `spools` is full.
@@ -228,7 +231,7 @@ def convert(
         raise
     except (StoppedError, FileNotFoundError):
         return Again(name, None)
-    except StoreError as error:  # while a store is away, files wait
+    except StoreError as error:  # the files of a store that cannot be reached wait
         return Again(name, None if error.is_transient else str(error))
     except UserError as error:
         found = Refused(name, REFUSED, str(error), _try_digest(path, part.nbytes, stop), state)
@@ -249,7 +252,7 @@ def convert(
 
 @contextmanager
 def _first_bytes(path: Path, nbytes: int | None, state: FileState, spools: Path) -> Iterator[Path]:
-    """Provide a file with the first `nbytes` bytes of a file: a copy, if it has more."""
+    """Yield the path of a file with the first `nbytes` bytes of `path`: a temporary copy if `path` has more."""
     if nbytes is None or nbytes >= state.size:
         yield path
         return
@@ -310,7 +313,7 @@ def _shown(line: Rejected) -> str:
 
 
 def _digest(path: Path, nbytes: int | None, stop: Event) -> str:
-    """Return the SHA-256 of a file's bytes, or of the first ones."""
+    """Return the SHA-256 of a file's first `nbytes` bytes, or of all bytes."""
     with places.open_bytes(path, buffered=False) as file:
         return hash_stream(file, most=nbytes, stop=stop)
 
@@ -336,7 +339,7 @@ class BatchCutter:
         return (self.waiting + rows) // self._size
 
     def cut(self, file: Converted, first: int = 0) -> Iterator[Batch]:
-        """Yield the batches of the rows that wait and of a file's rows from row `first` on; the rest waits."""
+        """Yield batches of the waiting rows, then of a file's rows from row `first` on; remaining rows wait."""
         for before, piece in file.read(first):
             rows, start = ShardRows([piece], None), max(0, first - before)
             while start < len(rows):

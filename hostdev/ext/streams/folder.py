@@ -14,13 +14,13 @@ from hostdev.core.stores import Store
 from hostdev.data.preprocess import places
 from hostdev.data.preprocess.folders import order_by_name
 
-_HIDDEN = (".", "_")  # first characters of names that other programs use while they write
-_PARTIAL = (".part", ".partial", ".tmp")  # last characters of such names
-_FILE_SYSTEMS = "hdfs:", "webhdfs:", "sftp:", "ftp:", "smb:"  # where a file is seen while it is written
-_MOST_NAMES = 1 << 14  # whose keys and hashes are kept
+_HIDDEN = (".", "_")  # beginnings of names that other programs use while they write
+_PARTIAL = (".part", ".partial", ".tmp")  # endings of names that other programs use while they write
+_FILE_SYSTEMS = "hdfs:", "webhdfs:", "sftp:", "ftp:", "smb:"  # stores that list a file while it is written
+_MOST_NAMES = 1 << 14  # names whose sort keys and hashes are cached
 
 Key = tuple[list[tuple[int, str]], str]
-_STREAM, _STREAM_ENDS = b"\xff\xff\xff\xff", (b"\xff\xff\xff\xff\0\0\0\0",)  # of an Arrow stream
+_STREAM, _STREAM_ENDS = b"\xff\xff\xff\xff", (b"\xff\xff\xff\xff\0\0\0\0",)  # beginning and end of an Arrow stream
 # Formats whose readers refuse a file without its end: Parquet, Arrow, gzip, bzip2, zstd, lz4, zip.
 _CHECKED = b"PAR1", b"ARROW1", b"\x1f\x8b", b"BZh", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK"
 
@@ -36,9 +36,9 @@ def _bits(text: str) -> int:
 
 
 class FileState(NamedTuple):
-    """What changes when a file is written to: its size in bytes, and its time of modification in nanoseconds.
+    """A file's size in bytes and time of modification in nanoseconds, which change when the file is written to.
 
-    `identity` also changes when another file takes its place.
+    `identity` also changes when another file takes the file's place.
     """
 
     size: int
@@ -72,7 +72,7 @@ class Folder:
         UserError: The folder does not exist.
     """
 
-    most_looked = 512  # files taken before whose states are looked at each time
+    most_looked = 512  # known files whose states are compared in each look
 
     def __init__(self, path: Path, mark: str | None = None) -> None:
         if not path.is_dir():
@@ -96,7 +96,7 @@ class Folder:
         return sorted((name for name in names if name and not _is_hidden(name.rpartition("/")[2])), key=key_of)
 
     def _list(self) -> Iterable[str]:
-        """Return the names of all files; without a mark, those in sub-folders may be left out. Raise OSError."""
+        """Return the names of all files; without a mark, those in sub-folders may be left out."""
         if self.mark is None:
             with os.scandir(self.path) as entries:
                 return [entry.name for entry in entries if entry.is_file()]
@@ -115,7 +115,7 @@ class Folder:
         return FileState(found.st_size, found.st_mtime_ns, f"{found.st_mtime_ns} {found.st_ino}")
 
     def open(self, name: str) -> Path:
-        """Return the path of a file that can be read. The file may no longer exist."""
+        """Return the path under which a file can be read. The file may no longer exist."""
         return self.path / name
 
     def has_folders(self) -> bool:
@@ -125,9 +125,9 @@ class Folder:
 
 
 class StoreFolder(Folder):
-    """A folder in a store; see `Folder`. A file of an object store appears when it is complete."""
+    """A folder in a store; see `Folder`. An object store lists a file only when it is complete."""
 
-    most_looked = 32  # each is a request
+    most_looked = 32  # fewer than in a local folder: each takes a request
 
     def __init__(self, path: Path, mark: str | None = None) -> None:
         address = address_of(path)
@@ -185,7 +185,7 @@ def _is_hidden(name: str) -> bool:
 def has_end(path: Path) -> bool:
     """Return whether a text ends its last line, and an Arrow stream has its last message.
 
-    True for formats whose readers find out. False for an empty file.
+    True for formats whose readers refuse a file without its end. False for an empty file.
     """
     with places.open_bytes(path) as file:
         start = file.read(8)
@@ -195,7 +195,7 @@ def has_end(path: Path) -> bool:
         return True
     if start.startswith(_STREAM):
         return last.endswith(_STREAM_ENDS)
-    return last.rstrip(b"\0").endswith(b"\n")  # UTF-16 has zeros
+    return last.rstrip(b"\0").endswith(b"\n")  # in UTF-16, a zero follows
 
 
 def ends_line(path: Path, nbytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""The choice of the next file: the first by name that is complete; late, repeated and unreadable ones are set aside."""
+"""The choice of the next file: the first complete one by name. Late, repeated and unreadable files are set aside."""
 
 import time
 from collections import deque
@@ -17,8 +17,8 @@ from hostdev.ext.streams.seen import SAME, UNSETTLED, Change, Taken, digest_bits
 from hostdev.ext.streams.state import FileLogs, FollowState, Pending
 from hostdev.ext.streams.watcher import AHEAD, Look, Watcher
 
-_SECONDS = 0.1  # between two looks at the signals
-_SPARE = 1024  # names of files that are gone which are kept before they are forgotten
+_SECONDS = 0.1  # between two checks for a signal
+_SPARE = 1024  # names of removed files that are kept before they are forgotten
 
 Wait = Callable[[str], bool]
 
@@ -28,10 +28,10 @@ class NextFile:
 
     Args:
         watcher: Looks at the folder and converts files.
-        logs: Receives a line for each file that is set aside; has the files that a killed process took last.
-        until: When no further file is taken; None for never.
+        logs: Receives a line for each file that is set aside; its `expected` are files that a killed process took last.
+        until: When to stop taking files; None for never.
         note: Writes a line for the user.
-        takes_grown: Whether to take the lines that are added to the file taken last.
+        takes_grown: Whether to take lines that are added to the file taken last.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class NextFile:
         self._note, self._takes_grown = note, takes_grown
         self._watcher, self._folder, self._state, self._logs, self._until = watcher, folder, state, logs, until
         self._expected = deque(logs.expected)
-        self._asked: int | None = None  # later looks show all that has happened since the last file was taken
-        self._since = time.monotonic()  # no file has come since
-        self._troubles: set[str] = set()  # files, or the folder, whose trouble was mentioned
+        self._asked: int | None = None  # the last look that may have begun before all files were taken
+        self._since = time.monotonic()  # when the last file was taken or set aside
+        self._troubles: set[str] = set()  # names of files whose trouble was mentioned; "" for the folder
         last = state.seen.last
         if takes_grown and last is not None and (taken := state.seen.get(last)) is not None:
-            state.seen.note(last, taken._replace(stamp=-1))  # an earlier run may have left its new rows alone
+            state.seen.note(last, taken._replace(stamp=-1))  # an earlier run may have left out new rows
 
     def take(self, wait: Wait) -> Converted | None:
         """Return the next file; None if no more is to be taken, or `wait` returns False.
 
         Args:
-            wait: Called again and again with what is waited for; returns whether to go on waiting.
+            wait: Called repeatedly with the reason for waiting; returns whether to wait longer.
 
         Raises:
             UserError: A file that a killed process had taken after its last checkpoint is gone or has changed.
@@ -100,7 +100,7 @@ class NextFile:
         """Return a file that was taken before; None if `wait` returns False.
 
         Args:
-            otherwise: What to do if the file cannot be had again.
+            otherwise: Advice, for the error message, if the file cannot be read again.
 
         Raises:
             UserError: The file is gone or has changed.
@@ -135,7 +135,7 @@ class NextFile:
                 return None
 
     def _names(self, look: Look) -> list[str]:
-        """Return the names of the next files; set aside those that are late."""
+        """Return the names of the next few files; set aside late files."""
         seen = self._state.seen
         if look.error is not None:
             self._mention(
@@ -152,12 +152,12 @@ class NextFile:
         return list(islice((name for name in look.next if not (seen.is_known(name) or seen.is_late(name))), 1 + AHEAD))
 
     def _note_changes(self, look: Look) -> set[str]:
-        """Tell what has become of known files; return those that still change, or have rows that are to be taken."""
+        """Report changes of known files; return the files that still change, or have new rows to take."""
         seen, changing = self._state.seen, set()
         for name, change in look.changed.items():
             taken = seen.get(name)
             if taken is None or taken.stamp == change.state.stamp:
-                continue  # noted since this look
+                continue  # its change was noted after this look
             if change.kind == UNSETTLED and change.about:
                 self._mention(name, f"{shown_place(self._folder.open(name))}: {change.about}; trying again")
             elif change.kind == UNSETTLED or (change.kind == GROWN and name == seen.last and self._takes_grown):
@@ -167,7 +167,7 @@ class NextFile:
         return changing
 
     def _note_change(self, name: str, change: Change) -> None:
-        """Tell that a file has changed, and do not look at it until its next change."""
+        """Report that a file has changed, and record its state, so that only its next change is examined."""
         if change.kind != SAME:
             what = "taken" if change.taken.lines else "set aside"
             where = shown_place(self._folder.open(name))
@@ -184,7 +184,7 @@ class NextFile:
         return "it is not trained on again; give new rows to a file with a later name"
 
     def _convert_grown(self, name: str, change: Change, wait: Wait) -> Converted | Refused | Again | None:
-        """Return the new rows of the file taken last; None if `wait` returns False."""
+        """Return the new rows of the file taken last; None if `wait` returns False; `Again` if they are refused."""
         part = FilePart(after=change.taken.lines)
         found = self._watcher.convert(name, change.state, lambda: wait(f"reads {name}"), part)
         if isinstance(found, Again) and found.reason is not None:
@@ -196,7 +196,7 @@ class NextFile:
         return found
 
     def _is_over(self, names: list[str], look: Look) -> bool:
-        """Return whether no more file is to be taken."""
+        """Return whether `until` is reached, so that no more files are taken."""
         until, seen = self._until, self._state.seen
         if until is None or look.number == 0 or look.error is not None:
             return False
@@ -209,7 +209,7 @@ class NextFile:
         return until.idle is None or time.monotonic() - self._since >= 60 * until.idle
 
     def _convert(self, name: str, look: Look, wait: Wait) -> Converted | Refused | Again | None:
-        """Return a file's rows, or why it has none; None if `wait` returns False."""
+        """Return a file's rows, or why it is not taken, such as a known content; None if `wait` returns False."""
         found = self._watcher.convert(name, look.settled[name], lambda: wait(f"reads {name}"))
         if isinstance(found, Again) and found.reason is not None:
             self._mention(name, found.reason)
@@ -229,14 +229,14 @@ class NextFile:
         self._write_aside(refused)
 
     def _write_aside(self, refused: Refused) -> None:
-        """Write a line about rows that are not trained on, unless there is one."""
+        """Log and print a line about rows that are not trained on, unless the log has such a line already."""
         line = {"file": refused.name, "why": refused.why, "reason": refused.reason, "sha256": refused.sha256}
         if self._logs.set_aside({**line, "at": datetime.now(UTC).isoformat(timespec="seconds")}):
             what = "" if refused.why in (GROWN, REPLACED) else f"set aside ({refused.why}): "
             self._note(what + refused.reason)
 
     def _mention(self, about: str, text: str) -> None:
-        """Write a line about a trouble that may pass, once for each file."""
+        """Print a line about a trouble that may be transient, once for each file."""
         if about not in self._troubles:
             self._troubles = {*list(self._troubles)[-100:], about}
             self._note(text)

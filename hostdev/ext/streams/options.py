@@ -60,7 +60,7 @@ def check_mark(name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FollowOptions(OptionGroup):
-    """Files that arrive."""
+    """The options of a run that follows a folder."""
 
     section: ClassVar[str] = "following"
     title: ClassVar[str] = "files that arrive"

@@ -1,7 +1,7 @@
 """Progressive validation: each file is scored before it is trained on, so that its rows are new to the model.
 
-AUC, log loss and calibration are reported for each file and for the rows of the last files together. The latter need
-no scores of earlier files: each file leaves a histogram of its outputs.
+AUC, log loss and calibration are reported for each file, and for the rows of the last files together. The scores of
+earlier files are not kept for that: each file leaves a histogram of its outputs.
 """
 
 from collections import deque
@@ -75,13 +75,13 @@ def _joined(shift: int, keys: npt.NDArray[np.int32], counts: npt.NDArray[np.int3
 
 
 class Scored(NamedTuple):
-    """What is kept of a file's scores.
+    """The summary of a file's scores that is kept.
 
     Attributes:
         rows: The number of rows.
         sums: float64 [labels, 4]: sums of predictions, of labels, and of losses and 0 (for a label that is 0 or 1) or
             of squared and absolute errors (for a label that is a number).
-        bins: For each label, the numbers of negative and of positive rows by logit; none for a numeric label.
+        bins: For each label, the numbers of negative and of positive rows by logit; empty for a numeric label.
     """
 
     rows: int
@@ -99,7 +99,7 @@ class OutputSums:
 
     Args:
         labels: Names of all labels.
-        targets: Which of them are numbers.
+        targets: Says which labels are numbers.
     """
 
     def __init__(self, labels: tuple[str, ...], targets: Targets) -> None:
@@ -125,7 +125,7 @@ class OutputSums:
             self._bins[i] = merge([self._bins[i], Histogram.of(output, label)])
 
     def result(self) -> Scored:
-        """Return what is kept of the file."""
+        """Return the summary of the rows that were added."""
         return Scored(self._rows, self._sums, tuple(self._bins))
 
 
@@ -141,11 +141,11 @@ class ScoreWindow:
         return len(self._files)
 
     def add(self, scored: Scored) -> None:
-        """Add a file, in place of the oldest if there are as many as the window has."""
+        """Add a file; if the window is full, it replaces the oldest file."""
         self._files.append(scored)
 
     def total(self) -> Scored:
-        """Return the scores of all files of the window together; there must be one."""
+        """Return the scores of all files of the window together; it must have at least one file."""
         rows, sums, bins = zip(*self._files, strict=True)
         return Scored(sum(rows), np.sum(sums, axis=0), tuple(map(merge, zip(*bins, strict=True))))
 
@@ -158,7 +158,7 @@ class ScoreWindow:
         return {"files": [[each.rows, each.sums, [list(one) for one in each.bins]] for each in self._files]}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Hold the files that `as_values` converted to these values, and no others."""
+        """Replace the files by those that `as_values` converted to these values."""
         self._files.clear()
         for rows, sums, bins in values["files"]:
             self.add(Scored(rows, sums, tuple(Histogram(*one) for one in bins)))

@@ -1,7 +1,7 @@
 """The report of a run that follows a folder: its progress and waits, a line for each file, summary.json, the picture.
 
-The losses of the last steps and the quality on the last files are held in arrays: a small object for each step that
-lives as long would keep parts of the heap from reuse.
+The losses of the last steps and the quality on the last files are held in arrays: one small, long-lived object for each
+step would fragment the heap.
 """
 
 import math
@@ -27,8 +27,8 @@ from hostdev.train.checkpointing import Progress
 from hostdev.train.quality import finite
 from hostdev.train.target_scores import Evaluation
 
-MOST_STEPS = 1 << 14  # whose losses are kept
-MOST_FILES = 1 << 12  # whose quality is kept for the picture
+MOST_STEPS = 1 << 14  # steps whose losses are kept
+MOST_FILES = 1 << 12  # files whose quality is kept for the picture
 _QUIET_SECONDS = 2.0  # a shorter wait is not mentioned
 
 
@@ -66,12 +66,12 @@ class RecentProgress(Progress):
 
 
 class RecentQuality:
-    """The quality before a file was trained on, on its rows and on those of a window, for the last 4,096 files."""
+    """A metric of the model before training on a file, over its rows and the window's, for the last 4,096 files."""
 
     def __init__(self) -> None:
         self.metric = "AUC"
         self._last = 0
-        self._values = array("d")  # two for each file
+        self._values = array("d")  # for each file, the value on its rows and on the window's
 
     def add(self, number: int, metric: str, file: float, window: float) -> None:
         """Record the next file: its number among all, and the metric's value on its rows and on the window's."""
@@ -86,7 +86,7 @@ class RecentQuality:
 
 
 def _shorten(values: MutableSequence[Any], most: int) -> None:
-    """Remove the first values if there are twice as many as are kept."""
+    """Remove the first `most` values if there are at least twice as many."""
     if len(values) >= 2 * most:
         del values[:most]
 
@@ -117,12 +117,12 @@ class WaitingLine:
             print(printable(text), flush=True)
 
     def note(self, text: str) -> None:
-        """Write lines that stay, in place of the line that does not."""
+        """Remove the line about the wait, and print lines that stay."""
         self._clear()
         note(text)
 
     def end(self) -> None:
-        """Remove the line, as the run goes on."""
+        """Remove the line about the wait, because the run continues."""
         self._clear()
         self._since = None
 
@@ -175,7 +175,7 @@ def _when(seconds: float) -> str:
 
 
 def _figures(found: Evaluation, scored: Scored, labels: tuple[str, ...]) -> dict[str, Any]:
-    """Return metrics by name; None for one that is not known."""
+    """Return metrics by name; a metric that is not defined is None."""
     made: dict[str, Any] = {name.lower().replace(" ", ""): finite(value) for name, value in found.figures().items()}
     calibration = scored.calibration()
     made["calibration"] = finite(calibration[0])
@@ -188,7 +188,7 @@ def _figures(found: Evaluation, scored: Scored, labels: tuple[str, ...]) -> dict
 
 
 def get_metrics(labels: tuple[str, ...], found: dict[str, tuple[Evaluation, Scored]]) -> dict[str, dict[str, float]]:
-    """Return metrics, with the calibration of the first label, by what they are about and by name."""
+    """Return the metrics of each entry of `found` by name, with the calibration of the first label."""
     return {
         name: {**one.metrics(labels), "calibration": scored.calibration()[0]} for name, (one, scored) in found.items()
     }

@@ -47,16 +47,16 @@ class FollowedFiles(BatchSource):
         self._is_number = tuple(name in targets.numeric for name in labels)
         self.state = FollowState(ScoreWindow(options.follow_window or WINDOW, self._is_number))
         self.schedule = Schedule(1, ENDLESS, config.max_steps, 0)
-        self._loss_bytes: int | None = None  # of loss.log at the checkpoint
-        self._key_counts: dict[str, Any] = {}  # the state of keys.log then; {} for a new run
-        self._saved = 0  # the last step with which saving was tried, or that of the checkpoint
-        self._needed: dict[int, dict[str, Any]] = {}  # by step of a checkpoint that is being written
+        self._loss_bytes: int | None = None  # size of loss.log at the checkpoint; None for a new run
+        self._key_counts: dict[str, Any] = {}  # state of keys.log at the checkpoint; {} for a new run
+        self._saved = 0  # the last step after which saving was tried, or the step of the loaded checkpoint
+        self._needed: dict[int, dict[str, Any]] = {}  # contents of needed.json, by step of the checkpoint
         self._recent = RecentQuality()
         self._cutter = BatchCutter(self._batch_size)
         self._waiting = WaitingLine()
 
     def make_progress(self, values: Mapping[str, Any] | None) -> Progress:
-        """Return the progress that a checkpoint has, or that of a new run; both know the last steps only."""
+        """Return the progress in a checkpoint, or that of a new run; only the last steps' losses are kept."""
         return RecentProgress() if values is None else RecentProgress.of(values)
 
     def restore(self, more: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class FollowedFiles(BatchSource):
         self._loss_bytes, self._key_counts = follow["loss_bytes"], follow["keys"]
 
     def begin(self) -> None:
-        """Receive the beginning of the run."""
+        """Receive the beginning of the run, and restore the state of keys.log."""
         self._saved = self.session.steps
         keys = self.session.logs.keys
         if keys is not None:
@@ -75,7 +75,7 @@ class FollowedFiles(BatchSource):
                 keys.restore(self._key_counts)
 
     def rewind_logs(self) -> None:
-        """Cut loss.log to its size at the checkpoint that the run resumes from."""
+        """Cut loss.log to its size at the checkpoint that the run resumes from; apply the limit of ops.log."""
         files = self.session.logs.files
         with naming(files.path):
             if self._loss_bytes is not None and _size(files.loss) > self._loss_bytes:
@@ -115,7 +115,7 @@ class FollowedFiles(BatchSource):
             self._file_logs.close()
 
     def _go_on(self, next_file: NextFile, stop: GracefulStop) -> bool:
-        """Train on the rest of the files that the checkpoint had begun; return False at a signal or --max-steps."""
+        """Train on the remaining rows of files taken before the checkpoint; return False at a signal or --max-steps."""
         for pending in list(self.state.pending):
             start = "" if self.session.loaded_from is None else shown_place(self.session.loaded_from)
             otherwise = f"start a new run from the checkpoint with --start-from {start}"
@@ -141,7 +141,7 @@ class FollowedFiles(BatchSource):
         return False
 
     def _wait(self, text: str, stop: GracefulStop) -> bool:
-        """Say why the run waits, and save a checkpoint if one is due; return whether to wait."""
+        """Show why the run waits, and save a checkpoint if one is due; return whether to wait."""
         self._waiting.show(text)
         steps = self.session.steps
         if steps and self.session.is_due(steps) and self._saved != steps:

@@ -1,6 +1,6 @@
 """The files taken so far, in bounded memory, so that late and repeated files are noticed; and changes of these files.
 
-A change is told by size, identity and content, and not by the name only.
+A change is recognized by size, identity and content, not only by the name.
 """
 
 from collections import OrderedDict
@@ -17,19 +17,19 @@ from hostdev.core.run_files import GROWN, REPLACED
 from hostdev.data.preprocess import places
 from hostdev.ext.streams.folder import FileState, Folder, ends_line, hash_of, key_of
 
-MOST_DIGESTS = 1000  # of the last files, by which a repeated one is found
-_MOST_NEW = 1024  # in a set, which takes several times the space of an array
+MOST_DIGESTS = 1000  # digests of the last files taken, by which repeated files are found
+_MOST_NEW = 1024  # entries of a dict, which takes several times the space of an array
 UNSETTLED, SAME = "unsettled", "same"
 
 
 class Taken(NamedTuple):
-    """What was taken of a file, or looked at: int64 each.
+    """What is known of a file that was taken or set aside; each value fits into int64.
 
     Attributes:
-        size: Its bytes; -1 if they are unknown.
+        size: Number of bytes that were taken or examined; -1 if it is unknown.
         stamp: The `FileState.stamp` of the file then.
         digest: 63 bits of the SHA-256 of these bytes; 0 if it is unknown or does not matter.
-        lines: Rows in them, with rejected ones.
+        lines: Number of rows in these bytes, with rejected rows.
     """
 
     size: int = -1
@@ -49,20 +49,20 @@ def digest_bits(sha256: str | None) -> int:
 class Seen:
     """The files of a folder that were taken or set aside.
 
-    Kept are the name that sorts last among the files taken, 40 bytes for each file that was taken or set aside and is
-    still in the folder, and the names and contents' digests of the last 1,000 files taken.
+    It keeps the name that sorts last among the files taken, 40 bytes for each file that was taken or set aside and is
+    still in the folder, and the names and content digests of the last 1,000 files taken.
     """
 
     def __init__(self) -> None:
         self.last: str | None = None
         self.taken = 0
-        self._known = np.zeros(0, np.uint64), np.zeros((0, 4), np.int64)  # hashes of names, sorted, with `Taken` each
-        self._new: dict[int, Taken] = {}  # not in `_known` yet, or newer
+        self._known = np.zeros(0, np.uint64), np.zeros((0, 4), np.int64)  # sorted hashes of names, and their `Taken`
+        self._new: dict[int, Taken] = {}  # by hash of name: entries that `_known` lacks, or that replace it
         self._digests: OrderedDict[str, str] = OrderedDict()  # names by digest
 
     @property
     def size(self) -> int:
-        """The number of files that are remembered, at most."""
+        """An upper bound of the number of files that are remembered."""
         return len(self._known[0]) + len(self._new)
 
     def is_known(self, name: str) -> bool:
@@ -71,7 +71,7 @@ class Seen:
 
     def get(self, name: str) -> Taken | None:
         """Return what is known of a file that was taken or set aside; None if it was not."""
-        number, new, known = hash_of(name), self._new, self._known  # in this order: another thread may move numbers
+        number, new, known = hash_of(name), self._new, self._known  # `_new` first: `note` may move entries
         if (found := new.get(number)) is not None:
             return found
         numbers, values = known
@@ -81,7 +81,7 @@ class Seen:
         return None
 
     def is_late(self, name: str) -> bool:
-        """Return whether an unknown file sorts before one that was taken."""
+        """Return whether an unknown file is late: whether it sorts before the last file taken, or has its sort key."""
         return self.last is not None and key_of(name) <= key_of(self.last)
 
     def find_same(self, digest: str) -> str | None:
@@ -105,7 +105,7 @@ class Seen:
             self._known, self._new = self._all(), {}
 
     def _all(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-        """Return the numbers of all files, sorted, and what is known of each."""
+        """Return the hashes of all names, sorted, and the `Taken` of each."""
         numbers = np.array(list(self._new), np.uint64)
         values = np.array(list(self._new.values()), np.int64).reshape(-1, 4)
         older = ~np.isin(self._known[0], numbers)
@@ -114,7 +114,7 @@ class Seen:
         return numbers[order], np.concatenate([self._known[1][older], values])[order]
 
     def keep(self, names: Iterable[str]) -> None:
-        """Forget the files that are not among `names`, those that are in the folder."""
+        """Forget the files that are not among `names`, the names in the folder."""
         there = np.array(sorted(map(hash_of, names)), np.uint64)
         numbers, values = self._all()
         kept = np.isin(numbers, there)
@@ -147,9 +147,13 @@ class Seen:
 
 
 class Change(NamedTuple):
-    """What has become of a file: UNSETTLED while it is written to, SAME if only its time changed, or the change.
+    """A change of a known file.
 
     Attributes:
+        kind: UNSETTLED while it is written to or cannot be read, SAME if its content is the same, GROWN if bytes were
+            added, REPLACED if bytes that were taken have changed.
+        state: The file's state now.
+        taken: What was known of the file.
         about: The change in words.
     """
 
@@ -174,7 +178,7 @@ def _examine(folder: Folder, name: str, taken: Taken, state: FileState, stop: Ev
     if state.size < taken.size:
         about = f"it has become shorter: {taken.size:,} bytes were taken, and {state.size:,} are left"
         return Change(REPLACED, state, taken, about)
-    if not taken.digest:  # nothing was taken of it, or more of it was told already
+    if not taken.digest:  # nothing was taken, or the content does not matter
         return Change(SAME, state, taken)
     path = folder.open(name)
     with places.open_bytes(path, buffered=False) as file:

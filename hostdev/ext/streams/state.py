@@ -1,6 +1,6 @@
 """The position of a run that follows a folder: the files taken, their rows that are not trained on yet, and the logs.
 
-files.jsonl has a line for each file that was taken, and set_aside.jsonl one for each that was set aside.
+files.jsonl has a line for each file that was taken, and set_aside.jsonl a line for each file that was set aside.
 """
 
 import contextlib
@@ -22,11 +22,12 @@ from hostdev.ext.streams.seen import UNKNOWN, Seen, Taken
 
 @dataclass
 class Pending:
-    """A file with rows that are not trained on: its first `done` rows are.
+    """A file that was taken, but not all of whose rows are trained on: only the first `done` rows are.
 
     Attributes:
         nbytes: How many bytes of the file were taken; None for all.
-        after: Rows in them that had been taken before, with rejected ones; `rows` and `done` do not count them.
+        after: Number of rows in these bytes that had been taken before, with rejected rows; `rows` and `done` do not
+            count them.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Pending:
 
 
 class FollowState:
-    """What a checkpoint of a run that follows a folder holds besides the model; it belongs to the last step recorded.
+    """The state of the files after the last recorded step, which a checkpoint holds besides the model.
 
     Its size does not depend on how long the run lasts.
     """
@@ -66,12 +67,12 @@ class FollowState:
                 self.pending.popleft()
 
     def needed(self) -> dict[str, Any]:
-        """Return which files a run that resumes from here reads again: these, and those that sort after the last."""
+        """Return the files that a run that resumes from here reads: "needed", and those that sort after "last"."""
         return {"needed": [each.name for each in self.pending], "last": self.seen.last, "taken": self.seen.taken}
 
     @property
     def waiting(self) -> int:
-        """The number of rows of the files taken that are not trained on."""
+        """The number of rows of the files taken that are not trained on yet."""
         return sum(each.rows - each.done for each in self.pending)
 
     def as_values(self) -> dict[str, Any]:
@@ -85,7 +86,7 @@ class FollowState:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Take the values that `as_values` returned."""
+        """Set the state to values that `as_values` returned."""
         self.seen = Seen.of(values["seen"])
         self.window.restore(values["window"])
         self.pending = deque(Pending(*each) for each in values["pending"])
@@ -94,9 +95,9 @@ class FollowState:
 
 
 class FileLogs:
-    """The logs of the files, of which files.jsonl is written before a file is trained on.
+    """The logs files.jsonl and set_aside.jsonl; a file's line in files.jsonl is written before training on the file.
 
-    A run that resumes takes the files of files.jsonl in the same order, even if others have arrived since.
+    A run that resumes takes the files of files.jsonl in the same order, even if other files have arrived since.
 
     Args:
         folder: The run directory.
@@ -129,7 +130,7 @@ class FileLogs:
             self._aside.truncate(end)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line about a file that is taken next, and give it to the system."""
+        """Append a line about the file that is taken next, and flush it to the operating system."""
         with naming(self.folder):
             self._files.write(json.dumps(line) + "\n")
 
@@ -160,7 +161,7 @@ def _number(line: dict[str, Any]) -> int:
 
 
 def _lines(file: IO[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the lines of a log, each with the position of its end in bytes; one that a kill has cut is left out."""
+    """Yield the lines of a log, each with the position of its end in bytes; broken lines are left out."""
     with open(file.fileno(), "rb", closefd=False) as raw:
         raw.seek(0)
         end = 0

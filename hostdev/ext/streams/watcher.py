@@ -18,24 +18,24 @@ from hostdev.ext.streams.folder import FileState, Folder
 from hostdev.ext.streams.seen import UNSETTLED, Change, Seen, examine
 
 AHEAD = 2  # files that are converted before they are needed, each in a thread
-_MOST_UNSETTLED = 1024  # next files whose states are compared in two looks
-_ATTEMPTS = 3  # to read a file that the system fails to read, at one look each: no pauses of `core.patience`
+_MOST_UNSETTLED = 1024  # next files whose states are compared between two looks
+_ATTEMPTS = 3  # attempts to read a file that the system fails to read, one at each look
 
 Result = Converted | Refused | Again
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a look at the folder found.
+    """The result of a look at the folder.
 
     Attributes:
-        number: The looks are numbered from 1.
+        number: The look's number, from 1; 0 before the first look.
         names: All listed names, sorted.
         next: The names that are neither known nor late, sorted.
         late: The unknown names that sort before a file that was taken.
-        settled: The states of those of the first next files that are complete, by name.
-        changed: What has become of files that were taken or set aside and have changed since, by name.
-        error: Why the folder could not be listed; None if it was. If so, the other values are empty.
+        settled: The states of the complete files among the first next files, by name.
+        changed: The changes of files that were taken or set aside earlier, by name.
+        error: Why the folder could not be listed, in which case the other values are empty; None if it was listed.
     """
 
     number: int
@@ -52,7 +52,7 @@ class Watcher:
 
     Args:
         folder: The folder.
-        seen: The files that were taken; the caller changes it only between calls of this object's methods.
+        seen: The files that were taken; the caller must change it only between calls of this object's methods.
         example: Encodes rows.
         spools: The folder for temporary files.
         seconds: The time between two looks. A file that does not change meanwhile is complete, if it has an end.
@@ -77,7 +77,7 @@ class Watcher:
         self._changed, self._stop = self._worker.changed, self._worker.closing
         self._states: dict[str, tuple[FileState, float]] = {}  # by name: the state, and when it was first seen
         self._open: dict[str, FileState] = {}  # files without an end, which are complete once they are quiet
-        self._turn = 0  # of the known files, which are looked at in turn
+        self._turn = 0  # index of the first older known file to look at next; a few are looked at in turn
         self._converting: dict[str, tuple[tuple[FileState, FilePart], Future[Result]]] = {}
         self._failures: dict[str, int] = {}
         self._look = Look(0)
@@ -96,16 +96,16 @@ class Watcher:
         self._converting.clear()
 
     def look(self, after: int, seconds: float) -> Look:
-        """Return the newest look, once its number is above `after`, or when this time has passed."""
+        """Return the newest look when its number is above `after`, or after `seconds` in any case."""
         self._worker.wait_for(lambda: self._look.number > after, seconds)
         return self._look
 
     def look_again(self) -> int:
-        """Look at once; return a number above which a look has begun after this call."""
+        """Ask for a look at once; return a number: looks with higher numbers began after this call."""
         return self._worker.ask() - 1
 
     def convert(self, name: str, state: FileState, wait: Callable[[], bool], part: FilePart = WHOLE) -> Result | None:
-        """Return a file's rows or why there are none; None if `wait`, called again and again, returns False."""
+        """Return a file's rows, or why there are none; None if `wait`, which is called repeatedly, returns False."""
         if part.nbytes is None and self._open.get(name) == state and not self._is_quiet(name, state):
             return Again(name, None, is_open=True)
         with self._changed:
@@ -137,7 +137,7 @@ class Watcher:
         return before == state and time.monotonic() - since >= self._quiet
 
     def _start(self, name: str, state: FileState, part: FilePart = WHOLE) -> "Future[Result]":
-        """Return the conversion of a file, which begins now unless it has begun."""
+        """Return the future of a file's conversion; begin the conversion unless it has begun."""
         is_quiet = part.nbytes is not None or self._is_quiet(name, state)
         with self._changed:
             before = self._converting.get(name)
@@ -154,7 +154,7 @@ class Watcher:
             return future
 
     def prepare(self, files: Sequence[tuple[str, FileState]]) -> None:
-        """Begin to convert these files, given with their states, which are next."""
+        """Begin to convert the next files, given with their states, unless enough conversions are in progress."""
         for name, state in files:
             with self._changed:
                 is_busy = name not in self._converting and len(self._converting) > self._ahead
@@ -203,14 +203,14 @@ class Watcher:
             return None
 
     def _has_settled(self, name: str, state: FileState, states: dict[str, tuple[FileState, float]]) -> bool:
-        """Add a file's state, and since when it has it, to `states`; return whether it does not change any more."""
+        """Record in `states` a file's state, and since when it has been the same; return whether it is settled."""
         now = time.monotonic()
         before, since = self._states.get(name, (None, now))
         states[name] = state, since if before == state else now
         return not self._folder.must_settle or (before == state and now - since >= self._seconds)
 
     def _choose_known(self, names: Sequence[str]) -> list[str]:
-        """Return the known files to look at: those that change, the last ones, and as many others in turn."""
+        """Return the known files to look at: the last ones, those that change, and some of the older ones in turn."""
         known = [name for name in names if self._seen.is_known(name)]
         half = self._folder.most_looked // 2
         older, last = known[:-half], known[-half:]
@@ -220,7 +220,7 @@ class Watcher:
         return list(dict.fromkeys([*last, *busy, *older[turn : turn + half]]))
 
     def _convert_ahead(self, look: Look) -> None:
-        """Begin to convert the first of the next files that are complete, and drop what is not next any more."""
+        """Begin to convert the first next files if they are complete; drop conversions of files that are not next."""
         wanted = list(look.next[: self._ahead])
         with self._changed:
             dropped = [] if look.error else [name for name in self._converting if name not in look.next]

@@ -29,10 +29,10 @@ _MOST_ROWS = 100_000
 
 
 def check_tracker(make: Callable[[], Tracker], folder: Path) -> None:
-    """Check a tracker: it receives what a run reports, a resumed run, runs that fail, and one that ends at once.
+    """Check a tracker with the events of runs that finish, resume, are interrupted, fail, or end before the first step.
 
     Args:
-        make: Returns a new tracker; a tracker's class.
+        make: Returns a new tracker, such as the tracker's class.
         folder: An empty folder for the run directories.
 
     Raises:
@@ -86,8 +86,8 @@ def _run(tracker: Tracker, run_dir: Path, status: str, first: int) -> None:
 def check_source(rows: RecordBatches) -> None:
     """Check what `RowSource.open` returns.
 
-    The rows must be the same each time, from any row on, and with any of the columns; the manifest's entry must be
-    plain values.
+    Each reading must give the same rows, from any first row on, and with any of the columns. The manifest's entries
+    must be plain JSON values.
 
     Raises:
         AssertionError: A promise is broken.
@@ -125,7 +125,7 @@ def check_store(address: str) -> None:
     """Check a kind of store: files are written, replaced, listed, read, compared, copied and removed.
 
     Args:
-        address: The address of a folder that is empty, and will be so again, such as "mystore://BUCKET/FOLDER".
+        address: The address of an empty folder, such as "mystore://BUCKET/FOLDER"; the check leaves it empty.
 
     Raises:
         AssertionError: A promise is broken. Exceptions of the store are raised unchanged.

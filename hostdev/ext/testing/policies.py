@@ -1,4 +1,4 @@
-"""Checks of rules that decide which keys of a table by key get a row, and which lose theirs."""
+"""Checks of rules that decide which keys of a table by key get a row, and which keys lose their rows."""
 
 import copy
 import pickle

@@ -1,6 +1,6 @@
 """Writes to MLflow: a run of `hostdev train`, with its parameters, metrics, files and end, and `Runtime.log_to`.
 
-A thread of its own sends the values, so that a slow or missing server does not hold training up.
+A separate thread sends the values, so that a slow or missing server does not delay training.
 """
 
 import logging
@@ -30,14 +30,14 @@ _BATCH = 1000  # values in a request: MLflow's limit
 _LONGEST = 250  # characters of a name: MLflow's limit
 _PAUSE_SECONDS = 2.0  # between two requests with fewer values
 _USER = re.compile(r"//[^/@\s]*@")
-_OTHERS = re.compile(r"[^\w\-. /:]")  # characters that MLflow allows in no name
-_SECONDS = 30.0  # that `flush` and `close` wait at most
+_OTHERS = re.compile(r"[^\w\-. /:]")  # characters that MLflow does not allow in names
+_SECONDS = 30.0  # the longest time that `flush` and `close` wait
 _QUANTILES = {"p1": 1, "p50": 50, "p99": 99}
 EXPERIMENT = "hostdev"
-END_SECONDS, INTERRUPTED_SECONDS = 30.0, 5.0  # that the end of training waits at most
+END_SECONDS, INTERRUPTED_SECONDS = 30.0, 5.0  # the longest wait at the end of training, finished or not
 _ABANDON_SECONDS = 1.0
-_PARAMS = 100  # in a request: MLflow's limit
-_PARAM_CHARACTERS = 500  # MLflow takes 6,000 today, and took 500
+_PARAMS = 100  # parameters in a request: MLflow's limit
+_PARAM_CHARACTERS = 500  # the limit of earlier versions of MLflow; it is 6,000 today
 _FILES = (CONFIG, SUMMARY, CURVE, REPORT)
 _STATUS = {"finished": "FINISHED", "stopped early": "FINISHED", "interrupted": "KILLED"}
 
@@ -84,11 +84,11 @@ class Sender:
         self._worker.check()
 
     def flush(self, seconds: float) -> bool:
-        """Send the values that wait; return whether that was done within this time."""
+        """Send the values that wait; return whether that was done within `seconds`."""
         return self._worker.wait(self._worker.ask(), seconds)
 
     def close(self, end: Callable[[], object] | None, seconds: float) -> bool:
-        """Send the values that wait, call `end` in the thread, and end it; return whether that was done in time."""
+        """Send the values that wait, call `end` in the thread, and end the thread; return whether all was in time."""
         return self._worker.close(seconds, end)
 
     def _work(self) -> None:
@@ -103,9 +103,9 @@ class Sender:
 
 
 class Names:
-    """Turns names into names that MLflow takes: an underscore for each other character, and at most 250 characters.
+    """Converts names to names that MLflow takes: other characters become underscores, and 250 characters are kept.
 
-    Different names stay different: if two become equal, the later one ends with a checksum of what it was.
+    Different names stay different: if two become equal, the later one ends with a checksum of the original name.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Names:
         self._taken: set[str] = set()
 
     def clean(self, name: str) -> str:
-        """Return the name for MLflow, always the same one."""
+        """Return MLflow's name for a name; it is the same at each call."""
         if name not in self._names:
             made = "/".join(map(_clean_part, name.split("/")))[:_LONGEST]
             if made in self._taken:
@@ -125,7 +125,7 @@ class Names:
 
 def _clean_part(part: str) -> str:
     made = _OTHERS.sub("_", part.encode(errors="replace").decode())
-    return f"_{made}" if not made.strip(".") or made.startswith("..") else made  # refused, as parts of paths
+    return f"_{made}" if not made.strip(".") or made.startswith("..") else made  # MLflow refuses such parts of paths
 
 
 def describe_error(error: BaseException) -> str:
@@ -142,7 +142,7 @@ def describe_error(error: BaseException) -> str:
 
 def connect() -> Any:
     """Import MLflow, which takes seconds, and return its client."""
-    # MLflow prints the address of a run that ends, and tries for four minutes to reach a server.
+    # By default, MLflow prints the address of a run that ends, and tries for four minutes to reach a server.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     from mlflow.tracking import MlflowClient
@@ -255,7 +255,7 @@ class MLflowTracker(Tracker):
         self._client: Any = None  # untyped
         self._run_id = ""
         self._sent: dict[str, int] = {}  # the last step of each metric
-        self._before: dict[str, int] = {}  # the same, of an earlier process
+        self._before: dict[str, int] = {}  # the last step of each metric that an earlier process sent
 
     @classmethod
     def require(cls) -> None:
@@ -271,11 +271,11 @@ class MLflowTracker(Tracker):
     def on_start(self, run: RunInfo) -> None:
         """Begin to connect."""
         self._run = run
-        logging.getLogger("urllib3").setLevel(logging.ERROR)  # a line for each attempt that fails
+        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it prints a line for each attempt that fails
         self._sender = Sender(self._begin)
 
     def _begin(self) -> Callable[[list[Value]], object]:
-        """Create the run, or find that of the process that is resumed; runs in the thread."""
+        """Create MLflow's run, or reopen the run of the process that is resumed; called in the thread."""
         client = self._client = connect()
         state = self._read_state()
         if state is not None and self._run.first_step:

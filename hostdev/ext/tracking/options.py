@@ -1,4 +1,4 @@
-"""The options of trackers and callbacks: where a run reports to, and what the options name."""
+"""The options --log-to and --callback, and the trackers and callbacks that they name."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -40,7 +40,7 @@ class TrackingOptions(OptionGroup):
         return () if self.callback is None else tuple(self.callback.split(","))
 
     def check(self) -> None:
-        """Raise OptionError if --log-to names something else than trackers, or a name is given twice."""
+        """Raise OptionError if --log-to has a name that is not a tracker's, or an option has a name twice."""
         for key, names in (("log_to", self.trackers), ("callback", self.callback_classes)):
             for name in names:
                 if names.count(name) > 1:
@@ -72,7 +72,7 @@ def _find_tracker(name: str) -> type[Tracker]:
 
 
 def make_callbacks(settings: TrackingOptions) -> list[tuple[str, Any]]:
-    """Return an object of each class in --callback, with its name; raise UserError as `require_tracking`."""
+    """Return the name and an object of each class in --callback; raise UserError if a class cannot be used."""
     made = []
     for name in settings.callback_classes:
         try:

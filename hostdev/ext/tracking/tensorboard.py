@@ -37,7 +37,7 @@ class TensorBoardTracker(Tracker):
 
     def on_start(self, run: RunInfo) -> None:
         """Open the event file; events of steps after the checkpoint of a resumed run become invisible."""
-        from torch.utils.tensorboard import SummaryWriter  # imports for seconds
+        from torch.utils.tensorboard import SummaryWriter  # its import takes seconds
 
         first = run.first_step
         purge = None if not first else first if self._again is not None else first + 1
@@ -63,7 +63,7 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
 
     def on_end(self, end: EndInfo) -> None:
-        """Write the final figures beside the options."""
+        """Write the options and the final figures as hparams."""
         self._writer.flush()
         options = {clean(name): _as_hparam(value) for name, value in flatten(self._config).items()}
         options["status"] = end.status

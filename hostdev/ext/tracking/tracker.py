@@ -1,4 +1,4 @@
-"""The base of TensorBoard's and MLflow's trackers: turns what a run reports into scalars by tag.
+"""The base class of trackers, such as TensorBoard's and MLflow's: converts a run's events to scalars by tag.
 
 `Callback` is the interface of a callback of `hostdev train`; its methods receive the events of
 `hostdev.core.run_events`.
@@ -47,7 +47,7 @@ METHODS = ("on_start", "on_step", "on_epoch", "on_checkpoint", "on_end")
 
 
 class Tracker(Callback):
-    """A callback that writes to a tool for people's eyes. Its errors do not end the run.
+    """A callback that writes to a tool that displays runs. Its errors do not end the run.
 
     A package registers its tracker as an entry point of `hostdev.tracker`; `hostdev train --log-to NAME` then imports
     the class, and creates an object without arguments. `hostdev.testing.check_tracker` checks a tracker.
@@ -67,20 +67,20 @@ class Tracker(Callback):
         raise NotImplementedError
 
     def add_histogram(self, tag: str, values: Norms, global_step: int) -> None:
-        """Write the distribution of values, which are finite, and not none."""
+        """Write the distribution of one or more values, all of which are finite."""
         raise NotImplementedError
 
     def check(self) -> None:
         """Raise the error of a thread that writes in the background, if there is one."""
 
     def abandon(self, status: str) -> None:
-        """Write what can be written within about a second; the process is about to end, and this is another thread."""
+        """Write what can be written within about a second; called in another thread before the process ends."""
 
     def close(self) -> None:
         """Release what the tracker holds; called once, after `on_end` or after an error."""
 
     def take_again(self, step: StepInfo | None) -> None:
-        """Before `on_start` of a resumed run, receive the last step if its evaluation is to be repeated, else None."""
+        """Before `on_start`, receive the last step if a resumed run repeats its evaluation, else None."""
 
     def on_step(self, step: StepInfo) -> None:
         """Write the losses."""
@@ -127,5 +127,5 @@ def clean(text: str) -> str:
 
 
 def files_of(run_dir: Path, names: Iterable[str]) -> list[Path]:
-    """Return the files of a run directory that exist."""
+    """Return the files of a run directory, among `names`, that exist."""
     return [run_dir / name for name in names if (run_dir / name).is_file()]

@@ -15,7 +15,7 @@ from hostdev.ext.training.option_files import OptionFile, read_options
 
 PROG = "hostdev.train"
 HELP = "train a model on a data set"
-_RECORDS = ("versions", "preprocess", "data_set")  # entries of config.json that are no options
+_RECORDS = ("versions", "preprocess", "data_set")  # entries of config.json that are not options
 
 
 def parser(prog: str = PROG) -> cli.Parser:

@@ -108,7 +108,7 @@ def spawn(settings: CommandConfig) -> int:
 def _resolve(settings: CommandConfig, ranks: int) -> CommandConfig:
     """Return the settings with the mesh; raise UserError for wrong options before the rendezvous.
 
-    Those of the layout are checked if the data set exists already.
+    The options of the layout are checked only if the data set exists already.
     """
     settings = resolve_mesh(settings, ranks)
     if ranks > 1:
@@ -121,7 +121,7 @@ def _resolve(settings: CommandConfig, ranks: int) -> CommandConfig:
 
 
 def _find_data(settings: CommandConfig, world: World) -> tuple[CommandConfig, TrainingData]:
-    """Return the resolved settings and the data set: without --data, a synthetic one, which rank 0 makes."""
+    """Return the resolved settings and the data set; without --data, rank 0 makes a synthetic one if it is missing."""
     data = settings.data
     if data is None:
         if world.rank:
@@ -131,14 +131,14 @@ def _find_data(settings: CommandConfig, world: World) -> tuple[CommandConfig, Tr
             world.control.barrier()
         how = "made in" if made else "from"
         print(f"no --data: a synthetic data set of {synthetic.LOOKALIKE_ROWS:,} samples, {how} {data}")
-        # the rendezvous has compared a data set given by --data
+        # a data set given by --data was compared at the rendezvous
         world.agree("data", "the synthetic data set", {"the data set": manifest.read(data).identity})
     settings = settings.resolved()
     return settings, TrainingData(data, manifest.read(data), settings)
 
 
 def _choose(settings: CommandConfig, data: TrainingData, world: World) -> CommandConfig:
-    """Return the settings with the layout and the cache that measurements choose; print why."""
+    """Return the settings; where they say `auto`, choose the layout or the cache by measurement, and print why."""
     if world.size > 1 and settings.parallel == "auto":
         settings, why = choose_layout(settings, data.root, data.manifest, world)
         print("\n".join(why), flush=True)
@@ -206,7 +206,7 @@ class _Command:
     def _train(
         self, session: Session, ending: Ending, observer: RunObserver, stop: GracefulStop
     ) -> tuple[str, str | None]:
-        """Train, and save the last checkpoint; return the status and the digest of the state."""
+        """Train, and save the last checkpoint; return the status and, unless interrupted, the state's digest."""
         digest = None
         config = self._write_config(session, ending)
         self._print_start(session)
@@ -229,11 +229,11 @@ class _Command:
         except TableFullError as error:
             raise ending.full(error) from None
         except DiskFullError as error:
-            if self._processes is not None:  # the other ranks go on until they miss this one
+            if self._processes is not None:  # the other ranks continue until they notice that this rank is gone
                 raise
             raise ending.full(error) from None
         except BaseException as error:
-            if not (isinstance(error, CallbackError) and ending.is_complete):  # `callback_failed` has done it
+            if not (isinstance(error, CallbackError) and ending.is_complete):  # `callback_failed` has ended the run
                 ending.close_saver(save=False)
                 ending.end("failed")
                 if session.steps == 0:
@@ -278,7 +278,7 @@ class _Command:
         return shared
 
     def _finish(self, session: Session, ending: Ending, status: str, digest: str | None) -> dict[str, Any]:
-        """Complete the run's files, and print and return the summary."""
+        """Complete the run's files; print and return the summary, or raise the error of a checkpoint or a callback."""
         summary = ending.finish(status, digest)
         files = session.logs.files
         has_ops_log, undrawn = files.ops is not None, ending.draw()
@@ -297,7 +297,7 @@ class _Command:
 def _make_source(settings: CommandConfig, data: TrainingData) -> BatchSource:
     if settings.follow is None:
         return Epochs(settings, data)
-    from hostdev.ext.streams.run import FollowedFiles  # with all that reads new files
+    from hostdev.ext.streams.run import FollowedFiles  # imports everything that reads new files
 
     return FollowedFiles(settings, data, settings)
 
@@ -314,7 +314,7 @@ def _write_report(run_dir: Path) -> str | None:
 
 
 def _deadline(settings: CommandConfig, session: Processes | None) -> float | None:
-    """Return how many seconds the current step may take after a signal; None for no limit.
+    """Return how many seconds the current step may take after a signal; None, no limit, if the run saves checkpoints.
 
     Several ranks have more time, because they end together.
     """

@@ -54,7 +54,7 @@ class PartOptions(ProcessOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandConfig(TrainConfig, ReportOptions, TrackingOptions, FollowOptions, PartOptions):
-    """The options of `hostdev train`. Its flags are frozen: a new option is a key of the file only."""
+    """The options of `hostdev train`. Its flags are frozen: a new option is only a key of the --config file."""
 
     def resolved(self) -> Self:
         """Return the settings, with defaults that depend on other options filled in."""

@@ -98,7 +98,7 @@ def get_mesh(settings: CommandConfig) -> Mesh | None:
 
 
 def require_layout(settings: CommandConfig, data: Path) -> None:
-    """Raise UserError if the layout does not fit the model's layers. Call this before processes wait for each other."""
+    """Raise UserError if the layout does not fit the model's layers; called before processes wait for each other."""
     mesh, searched = get_mesh(settings), settings.parallel == "auto"
     if mesh.data == mesh.size if mesh is not None else not searched:
         return
@@ -132,7 +132,7 @@ def choose_layout(
 
 
 def _model_with_sample(settings: CommandConfig, data: Path, found: Manifest) -> tuple[Model, Batch]:
-    """Return the model, and a batch with the shapes of its inputs."""
+    """Return the model, and a batch of one training sample, which has the shapes of the model's inputs."""
     model = model_of(settings, found.schema)
     [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
     return model, sample

@@ -18,7 +18,7 @@ class OptionFile(NamedTuple):
 
     Attributes:
         path: The file.
-        keys: Each option's key in the file, with the table it is in.
+        keys: Each option's key in the file: NAME, or TABLE.NAME if it is in a table.
         values: Each option's value.
     """
 
@@ -27,7 +27,10 @@ class OptionFile(NamedTuple):
     values: Mapping[str, Any] = {}
 
     def explain(self, error: OptionError, values: Mapping[str, Any]) -> UserError:
-        """Return the error with the file and the key if the wrong value among all `values` comes from the file."""
+        """Return the error; name the file and the key if the wrong value comes from the file.
+
+        `values` has the final values of all options, because a flag may have replaced the file's value.
+        """
         name = error.name
         if name not in self.values or values.get(name) != self.values[name]:
             return error
@@ -40,7 +43,7 @@ def read_options(path: Path, config: type[OptionGroup], records: Collection[str]
     Args:
         path: The file; JSON if it ends with .json, else TOML.
         config: The options that the file may have.
-        records: Other keys that a JSON file may have, and that are no options.
+        records: Keys of a JSON file that are not options; they are ignored.
 
     Raises:
         UserError: The file cannot be read, or a key or the type of a value is wrong; the message names file and key.
@@ -54,7 +57,7 @@ def read_options(path: Path, config: type[OptionGroup], records: Collection[str]
                 content = tomllib.load(file)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from None
-    except (ValueError, AttributeError) as error:  # AttributeError: JSON of another kind
+    except (ValueError, AttributeError) as error:  # AttributeError: the JSON is not an object
         raise UserError(f"--config {path} is not a file of options: {in_words(error)}") from None
     options = config.options()
     keys: dict[str, str] = {}
@@ -91,7 +94,7 @@ def _suggest(name: str, names: Iterable[str]) -> str:
 
 
 def _convert(path: Path, key: str, value: Any, item: Option) -> Any:
-    """Return a value of a file as the option has it; raise UserError if its type is wrong."""
+    """Convert a value of a file to the option's type; raise UserError if the value is wrong."""
     wanted = item.type
     kinds: tuple[type, ...] = (str,)
     what = "text"

@@ -25,29 +25,29 @@ _ABANDON_SECONDS = 2.0
 class RunCallbacks(RunObserver):
     """The callbacks and trackers of a run.
 
-    The first error of a callback ends the run like a signal: `error` is set, and nothing more is called but `on_end`
-    of the others. A tracker that fails is left out from then on, with a warning.
+    The first error of a callback ends the run like a signal: `error` is set, and after the current event, only `on_end`
+    of the other callbacks is called. A tracker that fails is removed, with a warning.
 
     Args:
-        users: Objects of the classes in --callback, with their names.
-        trackers: Those of --log-to.
-        stop: Ends the run.
+        users: Name and object of each class in --callback.
+        trackers: The trackers of --log-to.
+        stop: Ends the run when its `requested` is set.
     """
 
     def __init__(self, users: Iterable[tuple[str, Any]], trackers: Iterable[Tracker], stop: GracefulStop) -> None:
         self._users, self._trackers, self._stop = list(users), list(trackers), stop
-        self.listens = bool(self._users or self._trackers)  # at the beginning; trackers may have failed since
-        self._failed: list[str] = []  # what to say about trackers that have failed
+        self.listens = bool(self._users or self._trackers)  # at the start; trackers may fail later
+        self._failed: list[str] = []  # warnings about failed trackers, for the end of the run
         self.error: CallbackError | None = None
-        self._raised: Any = None  # the callback whose error it is
-        self._step = self._samples = self._since = 0  # since: steps in the next record
+        self._raised: Any = None  # the callback that raised `error`
+        self._step = self._samples = self._since = 0  # samples, since: samples and steps after the last record
         self._at = 0.0
         self._figures: RuntimeFigures | None = None
         self._generators: list[Any] = []
         self._is_started = self._has_ended = False
 
     def start(self, run: RunInfo, runtime: Runtime, again: StepInfo | None) -> None:
-        """Call `on_start`; raise CallbackError if a callback has failed. Trackers write the runtime's figures."""
+        """Call `on_start`, for trackers after `take_again`; raise CallbackError if a callback fails."""
         if not self.listens:
             return
         self._generators, self._step = get_generators(runtime.device), run.first_step
@@ -62,7 +62,7 @@ class RunCallbacks(RunObserver):
         self._at = time.perf_counter()
 
     def step(self, info: StepInfo) -> None:
-        """Call `on_step`."""
+        """Call `on_step`; every `EVERY` steps, also write the runtime's figures."""
         self._step, self._samples, self._since = info.step, self._samples + info.samples, self._since + 1
         with self._same_generators():
             self._track("check")
@@ -90,7 +90,7 @@ class RunCallbacks(RunObserver):
             self._write()
 
     def epoch(self, info: EpochInfo) -> None:
-        """Call `on_epoch`, and write histograms; no loop over the tables may be open."""
+        """Call `on_epoch`, and write the runtime's totals and histograms; no loop over the tables may be open."""
         with self._same_generators():
             self._call("on_epoch", info)
         if self._figures is not None and self._trackers:
@@ -104,7 +104,7 @@ class RunCallbacks(RunObserver):
                 self._call("on_checkpoint", CheckpointInfo(step=step, path=path, seconds=seconds))
 
     def end(self, status: str, summary: dict[str, Any]) -> None:
-        """Call `on_end`, and say which trackers have failed. A second call does nothing."""
+        """Call `on_end`, close the trackers, and print which of them failed. A second call does nothing."""
         if self._has_ended or not self._is_started:
             return
         self._has_ended = True
@@ -124,7 +124,7 @@ class RunCallbacks(RunObserver):
             run_within(_ABANDON_SECONDS, lambda: _abandon(trackers, status))
 
     def _call(self, method: str, info: Any, *, anyway: bool = False) -> None:
-        """Call a method of all callbacks and trackers; `anyway` also after a callback's error."""
+        """Call a method of all trackers and, if no callback has failed yet or if `anyway`, of all callbacks."""
         failed = self.error
         for name, user in self._users:
             if failed is None or anyway:
@@ -158,7 +158,7 @@ class RunCallbacks(RunObserver):
                 generator.restore(state)
 
     def _track(self, method: str, *arguments: Any) -> None:
-        """Call a method of all trackers; one that fails is left out from then on."""
+        """Call a method of all trackers; a tracker that fails is closed and removed."""
         for tracker in list(self._trackers):
             try:
                 getattr(tracker, method)(*arguments)
@@ -182,7 +182,7 @@ class RunCallbacks(RunObserver):
 
 def _abandon(trackers: Iterable[Tracker], status: str) -> None:
     for tracker in trackers:
-        with suppress(Exception):  # the others are to write, too
+        with suppress(Exception):  # the other trackers must still write
             tracker.abandon(status)
 
 

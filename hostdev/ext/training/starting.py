@@ -50,18 +50,18 @@ _REMEDY = "prepare the data with preprocess ... --vocabulary FROM, where FROM is
 
 
 def make_model(settings: TrainConfig, schema: Schema) -> Model:
-    """Return the model that the options select, with its initial vectors, as `model_of`."""
+    """Return the model that the options select, as `model_of` does, with the vectors of --initial-vectors."""
     return model_of(settings, schema, set_initial_vectors)
 
 
 def set_initial_vectors(model: Model, settings: TrainConfig, schema: Schema) -> None:
-    """Let the rows of a model's embedding tables begin with the vectors of --initial-vectors.
+    """Set the vectors of --initial-vectors as initial values of a model's embedding tables.
 
     The files are read when the tables are filled, once for all tables.
 
     Raises:
-        UserError: A column does not exist or shares another column's ids, ids are hashed, there is no data set, or the
-            model has a table whose rows are not the data's ids.
+        UserError: A column does not exist or shares another column's ids, ids are hashed, there is no data set, the
+            model has a table whose rows are not the data's ids, or its embedding tables differ in dimension.
     """
     if settings.data is None:
         raise UserError("--initial-vectors needs a data set; give --data DIR")
@@ -101,7 +101,7 @@ def set_initial_vectors(model: Model, settings: TrainConfig, schema: Schema) -> 
 
 
 def _read_all(settings: TrainConfig, found: Manifest, dim: int) -> tuple[LongIds, Rows]:
-    """Return the ids and vectors of all columns; values of a frozen column without a vector get zeros."""
+    """Return the ids, ascending, and vectors of all columns; in frozen columns, values without a vector get zeros."""
     assert settings.data is not None and found.vocabulary is not None
     encoding = Encoding(found, settings.data / found.vocabulary)
     spaces = {space.name: space for space in found.schema.spaces}
@@ -129,18 +129,19 @@ def read_vectors(path: Path, encoding: Encoding, name: str, dim: int) -> tuple[L
     """Read the vectors of a column's values.
 
     Args:
-        path: A table in any format of `preprocess table`, with the column's values, and with a column of vectors or
-            one column for each of their numbers.
+        path: A table in any format of `preprocess table`, with the column's values, and with either one column of
+            vectors or D columns of numbers.
         encoding: The data set's encoding, which maps values to ids.
         name: The column.
         dim: D, the number of numbers in a vector.
 
     Returns:
-        The ids in the vocabulary, ascending, int64 [K], and their vectors, float32 [K, D]. Other values are left out.
+        The ids of the file's values, ascending, int64 [K], and their vectors, float32 [K, D]. Values that are not in
+        the vocabulary are left out.
 
     Raises:
-        UserError: The file cannot be read, has other columns, or has a value twice; or a vector is missing, invalid,
-            or of another length.
+        UserError: The file cannot be read, has other columns, has a value twice, or has no value of the vocabulary; or
+            a vector is missing, invalid, or of another length.
     """
     source = open_input(path)
     file = open_file(source, find_format(source), TextFormat())
@@ -204,7 +205,7 @@ def begins_with_vocabulary(there: Manifest, here: Manifest) -> bool:
 
 
 def map_ids(folder: Path, there: Manifest, here: Manifest) -> FormerIds:
-    """Return the raw ids of the ids of a vocabulary.
+    """Map the ids of a checkpoint's vocabulary to the raw ids of a run's data set.
 
     Args:
         folder: Folder with the vocabulary of the checkpoint's data set.
@@ -212,7 +213,8 @@ def map_ids(folder: Path, there: Manifest, here: Manifest) -> FormerIds:
         here: Manifest of the run's data set, with the same columns.
 
     Raises:
-        UserError: The vocabulary is damaged, or has values of other types than the data set.
+        UserError: The vocabulary is damaged, has values of other types than the data set, or has two values with the
+            same raw id.
     """
     stored, encoding = StoredVocabulary(folder, there), Encoding(here, None)
     keys, known = np.zeros(there.schema.rows, np.int64), np.zeros(there.schema.rows, np.bool_)
@@ -238,8 +240,9 @@ class Origin(NamedTuple):
     """The checkpoint that a new run starts from.
 
     Attributes:
+        chain: The checkpoint, last, after its parents.
         notes: Lines about newer checkpoints that are damaged, and about ids that could not be compared.
-        former: If the checkpoint has a vocabulary and the run raw ids, the raw ids of the vocabulary's values.
+        former: If the checkpoint has a vocabulary and the run has raw ids, the raw ids of the vocabulary's values.
     """
 
     chain: Chain

@@ -47,7 +47,7 @@ class Mode(NamedTuple):
     threads: int
     cache: str | None = None  # share of the rows; "some": none for the first group, different shares for the others
     policy: str = "lookahead"
-    on_disk: bool = False  # the rows of the tables that do not fit in --table-memory
+    on_disk: bool = False  # whether rows that do not fit in --table-memory are on disk
 
     def __str__(self) -> str:
         tables = "host tables" if self.host_device_mix else "device tables"

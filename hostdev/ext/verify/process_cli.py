@@ -13,7 +13,7 @@ from hostdev.ext.training.config import CommandConfig
 from hostdev.ext.verify.cli import OPTIONS
 
 PROG = "hostdev.ext.verify.process_cli"
-_OPTIONS = (*OPTIONS, "host_device_mix")  # which `verify` sets itself
+_OPTIONS = (*OPTIONS, "host_device_mix")  # `verify` sets host_device_mix itself
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:

@@ -49,7 +49,7 @@ def run(processes: int) -> None:
     start = time.perf_counter()
     tasks = _tasks()
     compiled = _run_all(tasks, processes, "compiling")
-    left = _run_all(tasks, 1, "checking") if compiled else 0  # in a new process, which has to load them
+    left = _run_all(tasks, 1, "checking") if compiled else 0  # a new process has to load them, and compile none
     if left:
         raise UserError(
             f"{counted(left, 'kernel')} could not be stored in {folder}; free disk space there, or set NUMBA_CACHE_DIR "

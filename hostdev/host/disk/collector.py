@@ -11,12 +11,12 @@ from hostdev.host.disk.segments import get_pages, read_all
 from hostdev.kernels import disk_records, frames
 from hostdev.kernels.disk_records import GOOD
 
-_RETRIED_AFTER = 0.5  # seconds between checks for space on a full disk, which may last; not `core.patience`
+_RETRIED_AFTER = 0.5  # seconds between checks for space on a full disk, without a limit (unlike `core.stores.Patience`)
 _ROWS = 1 << 20  # rows that are looked at while the lock is held
 
 
 class Collector:
-    """Collects segments of which at least half is dead, and those that checkpoints must not have.
+    """Collects segments of which at least half the records are dead, and segments that checkpoints must not have.
 
     Args:
         store: The `SegmentStore` of the segments.
@@ -37,7 +37,7 @@ class Collector:
                     return
             try:
                 self._move_live(segment, words)
-            except DiskFullError:  # for those who append rows to say
+            except DiskFullError:  # reported by the calls that append rows
                 time.sleep(_RETRIED_AFTER)
             except UserError as error:
                 store.fail(error)
@@ -91,7 +91,7 @@ class Collector:
                 store.release(segment)
 
     def _find_rows(self, segment: int) -> npt.NDArray[np.int64]:
-        """Return the row of each live record of a segment of another run, and -1 for others."""
+        """Return the row of each record of an adopted segment, int64 [records]; -1 if the record is dead."""
         store = self._store
         found = np.full(store.format.per_segment, -1, np.int64)
         for start in range(0, len(store.where), _ROWS):

@@ -26,13 +26,13 @@ from hostdev.kernels.disk_records import Format
 FRAME_BYTES = 32  # memory of a frame beside its row
 _BUFFERS_OF = 16  # buffers for writing take at most one part in 16 of the memory
 LEAST_BUFFERS = 4
-_SPARE_BATCHES = 4  # rows of so many batches are in memory although the plan does not keep them
+_SPARE_BATCHES = 4  # memory for the rows of so many batches is left beside the rows that the plan keeps
 _RESERVED_OF = 8  # one frame in 8 is for reads and writes outside of the pipeline
 Allocate = Callable[[int, npt.NDArray[np.int64]], Planes]
 
 
 class MemorySize(NamedTuple):
-    """What determines how many rows fit: V rows, their bytes in memory, and the format of their records."""
+    """Sizes that determine how many rows fit in memory: V rows, the bytes of a row, and the format of records."""
 
     rows: int
     row_bytes: int
@@ -40,25 +40,25 @@ class MemorySize(NamedTuple):
 
     @property
     def frame_bytes(self) -> int:
-        """Memory of a row in memory."""
+        """Bytes of a frame with its row."""
         return self.row_bytes + FRAME_BYTES
 
     @property
     def least_bytes(self) -> int:
-        """Memory that suffices for the buffers and for some rows."""
+        """Bytes that suffice for the buffers and for some rows."""
         return LEAST_BUFFERS * self.format.chunk_bytes + 1024 * self.frame_bytes
 
     def count_buffers(self, nbytes: int) -> int:
-        """Return how many chunks are in buffers."""
+        """Return the number of buffers, each for a chunk, in `nbytes` of memory."""
         return max(nbytes // _BUFFERS_OF // self.format.chunk_bytes, LEAST_BUFFERS)
 
     def count_frames(self, nbytes: int) -> int:
-        """Return how many rows fit in `nbytes` of memory; less than 1 if the buffers do not."""
+        """Return how many rows fit in `nbytes` of memory beside the buffers; less than 1 if no row does."""
         buffers = self.count_buffers(nbytes) * self.format.chunk_bytes
         return min(self.rows, (nbytes - buffers) // self.frame_bytes)
 
     def get_bytes(self, batch: int) -> int:
-        """Return memory in which the pipeline has room for `batch` of the rows at once, as in any larger memory."""
+        """Return bytes of memory that suffice, as any more do, for the pipeline to hold `batch` of the rows at once."""
         frames = min(self.rows, -(-batch * _RESERVED_OF // (_RESERVED_OF - 1))) * self.frame_bytes
         in_buffers = -(-frames // (_BUFFERS_OF - 1))
         return frames + max(in_buffers, LEAST_BUFFERS * self.format.chunk_bytes)
@@ -70,12 +70,12 @@ def count_most(frames: int, rows: int) -> int:
 
 
 def count_kept(frames: int, rows: int, batch: int) -> int:
-    """Return how many rows the planner of a tier with so many frames keeps, if a batch has `batch` rows."""
+    """Return how many rows the planner keeps in memory, for a tier with `frames` frames and batches of `batch` rows."""
     return frames if frames == rows else max(frames // 2, frames - _SPARE_BATCHES * batch)
 
 
 def get_location_bytes(rows: int) -> int:
-    """Return the bytes of memory for each of a table's rows, to know where it is."""
+    """Return the bytes per row of a tier's array `where`, which says where each of the table's rows is."""
     return 4 if 3 * rows < np.iinfo(np.int32).max else 8  # with dead records, positions may be twice the rows
 
 
@@ -88,7 +88,7 @@ class FramePool:
 
     Args:
         name: The table's name.
-        parent: The folder in which the store makes one for its segments.
+        parent: The folder in which the store makes a folder for its segments.
         size: The sizes of rows and frames.
         format_: The format of records.
         nbytes: Memory for frames and buffers.
@@ -118,7 +118,7 @@ class FramePool:
         self.store = SegmentStore(name, folder.path, format_, *shared, size.count_buffers(nbytes))
         self._at_end = weakref.finalize(self, end_table, self.store, folder)
         self.exceeded = self.most_exceeded = 0  # times that rows had more memory than the budget; most frames beyond it
-        self.needed_bytes = 0  # memory in which the largest of these would have had room
+        self.needed_bytes = 0  # memory that would have sufficed for the most rows needed at once
 
     @property
     def nbytes(self) -> int:
@@ -126,9 +126,9 @@ class FramePool:
         return self._end * self.size.frame_bytes + self.store.nbytes
 
     def _grow(self, wanted: int, rows: int) -> str | None:
-        """Add free frames beyond the budget, as `rows` rows are needed at once; return a line to tell, the first time.
+        """Add free frames beyond the budget, as `rows` rows are needed at once; the first time, return a warning.
 
-        Needs the lock. `_shrink` has left no frame beyond the budget among the free ones.
+        Needs the lock. The caller has called `_shrink`, so no free frame is beyond the budget.
         """
         free = self.count + np.flatnonzero(self._row_of[self.count : self._end] == frames.FREE)[:wanted]
         end = self._end + wanted - len(free)
@@ -149,7 +149,7 @@ class FramePool:
         return f"{text}; they take {format_bytes(beyond * size)} more for a while, and so may later ones; {advice}"
 
     def _shrink(self) -> None:
-        """Let rows leave the frames beyond the budget, as far as they can be written, and give their memory back.
+        """Evict rows from the frames beyond the budget, as far as possible; if all leave, give back the frames' memory.
 
         Needs the lock.
         """
@@ -197,7 +197,7 @@ class FramePool:
         return int(freed + len(changed))
 
     def _choose(self, wanted: int) -> Positions:
-        """Return up to `wanted` frames whose rows may leave: first those that the plan lets go."""
+        """Return up to `wanted` frames whose rows may leave, first those of rows marked by `let_go`."""
         chosen: list[Positions] = []
         left = wanted
         for _ in range(len(self._leaving)):
@@ -219,14 +219,14 @@ class FramePool:
         return np.concatenate(chosen)
 
     def let_go(self, rows: AnyIds) -> None:
-        """Note rows that may leave the memory before others, as soon as no batch has pinned them."""
+        """Mark rows that may leave the memory before other rows, as soon as no batch pins them."""
         out = np.empty(len(rows) + 1, np.int32)
         with self._changed:
             if count := frames.mark_leaving(rows, self.where, self._state, out):
                 self._leaving.append(out[:count])
 
     def keep(self, rows: AnyIds) -> None:
-        """Undo `let_go`."""
+        """Undo `let_go` for these rows."""
         with self._changed:
             frames.mark_staying(rows, self.where, self._state)
 
@@ -239,7 +239,7 @@ class FramePool:
             self._changed.notify_all()
 
     def _write(self, at: Positions, rows: AnyIds) -> npt.NDArray[np.int64]:
-        """Write changed rows, which stay in their frames, and return their positions; needs the lock."""
+        """Write changed rows, which stay in their frames; return the positions of their records. Needs the lock."""
         positions, done, store = np.empty(len(at), np.int64), 0, self.store
         for first, n in store.append(at, self.keys[at], rows, self.planes):
             some = at[done : done + n]
@@ -253,7 +253,7 @@ _ADDRESSES_OF = 4  # under `ulimit -v`, frames beyond the budget reserve at most
 
 
 class FrameArrays(NamedTuple):
-    """What is known of frames, each [M], see `kernels.frames`; `keys` are their rows' keys, `planes` their rows."""
+    """The arrays of frames, each [M]; see `kernels.frames`. `keys` has their rows' keys, and `planes` the rows."""
 
     keys: npt.NDArray[np.int64]
     row_of: npt.NDArray[np.int64]
@@ -265,7 +265,7 @@ class FrameArrays(NamedTuple):
 
 
 def reserve_frames(count: int, size: MemorySize, allocate: Allocate) -> FrameArrays:
-    """Reserve at least `count` frames, all of which are free, and as many as the table has rows if addresses allow it.
+    """Reserve addresses for `count` free frames, and for more frames, up to one per row, if there are enough.
 
     Raises MemoryError if the system refuses the addresses for `count` frames.
     """

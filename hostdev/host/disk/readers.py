@@ -23,7 +23,7 @@ _growing = threading.Lock()
 
 
 class Planes(NamedTuple):
-    """Rows in memory: the address of the first row of each plane, and the bytes of a row. `arrays` keeps them alive."""
+    """Rows in memory: each plane's address and its bytes per row, int64 [planes]. `arrays` keeps the memory alive."""
 
     addresses: npt.NDArray[np.int64]
     widths: npt.NDArray[np.int64]
@@ -42,13 +42,13 @@ class Planes(NamedTuple):
 
 
 class RecordSource(NamedTuple):
-    """Open files of records, or such that are mapped into memory.
+    """Record files, open or memory-mapped.
 
     Attributes:
-        files: int32 [segments].
-        tags: uint64 [segments].
+        files: int32 [segments], descriptors of open files.
+        tags: uint64 [segments], the tag of each segment's first block.
         format: The format of records.
-        maps: int64 [segments], addresses of files that are in memory, and 0 for others.
+        maps: int64 [segments], addresses of memory-mapped files; 0 for other files.
     """
 
     files: npt.NDArray[np.int32]
@@ -62,7 +62,7 @@ class Read:
 
     Args:
         source: The files.
-        positions: int64 [N].
+        positions: int64 [N], the records' positions (`host.disk.store`).
         keys: int64 [N], the records' keys.
         targets: int32 [N], the row of `planes` for each record.
         planes: Where to put the rows.

@@ -31,8 +31,8 @@ SEGMENT_BYTES = 64 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EFBIG}
-_ADOPTED = -1  # in place of the number of written chunks
-_HEADER_WORDS = 2  # of a block: its checksum and its tag
+_ADOPTED = -1  # the value of `written` for an adopted segment, until `use_adopted`
+_HEADER_WORDS = 2  # words of a block's header: its checksum and its tag
 _LOCK = "in-use.lock"
 _PREFIX = "hostdev-table-"
 
@@ -64,9 +64,9 @@ class Segments:
 
     Attributes:
         source: The open files.
-        live: int64 [most], live records.
-        written: int32 [most], chunks that are on disk.
-        ends: int32 [most], chunks that the segment has when it is closed.
+        live: int64 [most], numbers of live records.
+        written: int32 [most], numbers of chunks on disk.
+        ends: int32 [most], numbers of chunks that the segments have when they are closed.
         tainted: bool [most], whether there are records in the segment that checkpoints must not have.
         adopted: Segments of another run, whose records have the row numbers of that run.
         direct: Whether files bypass the system's page cache.
@@ -176,7 +176,7 @@ class Segments:
         return segment
 
     def use_adopted(self) -> None:
-        """Note that the live records of adopted segments are known."""
+        """Record that the live records of adopted segments are counted; the segments count as closed from now on."""
         at = np.flatnonzero(self.written == _ADOPTED)
         self.written[at] = self.ends[at]
 
@@ -200,7 +200,7 @@ class Segments:
         self.written[segment] += 1
 
     def finish(self, segment: int) -> SegmentFile:
-        """Make sure that a closed segment survives a crash of the system; return what it is."""
+        """Make sure that a closed segment survives a crash of the system; return its file."""
         file, size = int(self.source.files[segment]), int(self.ends[segment]) * self.format.chunk_bytes
         if segment not in self._synced:
             os.ftruncate(file, size)
@@ -258,7 +258,7 @@ class Segments:
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files, as far as the system allows, so that so many more can be open."""
+    """Raise this process's limit of open files, as far as the system allows, so that `count` more can be open."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource  # not on Windows
 
@@ -297,7 +297,7 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 def get_pages(size: int) -> npt.NDArray[np.uint8]:
-    """Return memory that begins on a page."""
+    """Return memory that begins at a page, uint8 [size]."""
     found: npt.NDArray[np.uint8] = reserve(size, huge=False)[1]
     return found
 
@@ -321,7 +321,7 @@ def read_all(file: int, data: memoryview, offset: int) -> None:
 class TableFolder:
     """A new folder in `parent` for a table's segments.
 
-    Folders that runs have left behind, which were killed, are removed; those of runs that are alive are not.
+    Folders that killed runs have left behind in `parent` are removed; folders of live runs are not.
 
     Raises:
         UserError: The folder cannot be made or written.
@@ -355,7 +355,7 @@ class TableFolder:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process has made the folder; a fork of it has not."""
+        """Whether this process has made the folder; False in a fork of that process."""
         return os.getpid() == self._owner
 
     def remove(self) -> None:

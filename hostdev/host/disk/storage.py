@@ -43,7 +43,7 @@ class DiskStorage(Storage):
     Args:
         format_: How rows are stored, and what they are initially.
         rows: V.
-        index: Their ids or keys.
+        index: The rows' ids or keys.
         disk: Where the rows are.
     """
 
@@ -63,25 +63,25 @@ class DiskStorage(Storage):
         self.row_slots: Any = self._make_column(len(format_.row_slots), lambda source: source.row_slots)
 
     def forget(self, ids: AnyIds, changes: Any) -> None:
-        """See `Storage`; a checkpoint that is being written first copies the rows."""
+        """See `Storage`; a snapshot for a checkpoint that is being written first copies the rows."""
         if changes is not None:
             changes.before_forget(ids)
         self.tier.forget(ids)
 
     def taint(self, changes: Any = None) -> None:
-        """See `Storage`; a checkpoint that is being written is awaited, since it has the rows."""
+        """See `Storage`; wait for a checkpoint that is being written, since it has the rows."""
         if changes is not None:
             changes.await_end()
         self.tier.store.taint()
 
     def close(self, changes: Any = None) -> None:
-        """See `Storage`; a checkpoint that is being written is awaited."""
+        """See `Storage`; wait for a checkpoint that is being written."""
         if changes is not None:
             changes.await_end()
         self.tier.close()
 
     def summary(self) -> dict[str, Any]:
-        """Return what has moved between memory and disk so far."""
+        """Return the numbers of rows and bytes in memory, and those moved between memory and disk so far, by name."""
         tier, store = self.tier, self.tier.store
         return {
             "rows": tier.rows,
@@ -154,7 +154,7 @@ class DiskStorage(Storage):
         return self._make_column(1, lambda source: source.column(number))
 
     def _make_column(self, width: int, take: Callable[[Storage], Any]) -> ReadColumn:
-        """Return values of all rows; `take` returns those of all N rows of a storage in memory, [N, width]."""
+        """Return a column of all rows; `take` returns the column of a storage in memory, [N, width] for its N rows."""
 
         def get(chosen: Any) -> Rows:
             ids = np.arange(self._rows)[chosen] if isinstance(chosen, slice) else np.asarray(chosen)

@@ -26,7 +26,7 @@ class _Chunk(NamedTuple):
     """A full buffer, to be written."""
 
     segment: int
-    number: int  # in the segment
+    number: int  # of the chunk in its segment
     buffer: int
 
 
@@ -40,9 +40,9 @@ class SegmentStore:
         folder: An empty folder for the segments.
         format_: The format of records.
         where: Where each row is, see `kernels.frames`.
-        saved: For the rows in memory, see there.
+        saved: For each row in memory, where it is on disk if it is unchanged; see `kernels.frames`.
         changed: Notified when buffers are written.
-        buffers: Number of chunks in memory.
+        buffers: Number of buffers in memory, each for a chunk.
 
     Attributes:
         written_bytes: What was written, by kind: "rows", and "collected" rows.
@@ -68,13 +68,13 @@ class SegmentStore:
         self._buffer_of = np.full(most * self._chunks, -1, np.int32)  # the buffer of each chunk that is not written
         self._words = reserve(buffers * format_.chunk_bytes, huge=True)[1].view(np.uint64).reshape(buffers, -1)
         self._free_buffers = list(range(buffers))
-        self._segment, self._next = -1, 0  # the segment that is being filled, and its records
-        self._buffer = -1  # for its last records
-        self._spare = -1  # an empty segment
+        self._segment, self._next = -1, 0  # the segment that is being filled (-1: none), and its number of records
+        self._buffer = -1  # the buffer of its last records
+        self._spare = -1  # an empty segment, to be filled next; -1: none
         self._preparing = threading.Lock()
         self._version = 1
-        self._reads: dict[int, list[int]] = {}  # by number, segments to be freed after this read
-        self.waiting: dict[int, int] = {}  # by segment to be freed, the reads that it waits for
+        self._reads: dict[int, list[int]] = {}  # by number of a read: segments that wait for it before they are freed
+        self.waiting: dict[int, int] = {}  # by segment to be freed: the number of reads that it waits for
         self._read_number = 0
         self._error: UserError | None = None
         self.written_bytes, self.read_records = {"rows": 0, "collected": 0}, 0
@@ -98,7 +98,7 @@ class SegmentStore:
         return threading.current_thread() in self._threads
 
     def require_good(self) -> None:
-        """Raise the error that has ended the writing, if any."""
+        """Raise the error of the first call of `fail`, if there was one."""
         if self._error is not None:
             raise UserError(str(self._error))
 
@@ -186,7 +186,7 @@ class SegmentStore:
         return position
 
     def copy_buffered(self, positions: LongIds, targets: Any, planes: Planes) -> Any:
-        """Copy those records [N] that are in buffers to rows of `planes`; return the places of the others, int64 [any].
+        """Copy the records [N] that are in buffers to rows of `planes`; return the indices of all others, int64 [any].
 
         Needs the lock.
         """
@@ -199,13 +199,13 @@ class SegmentStore:
         return np.flatnonzero(buffers < 0)
 
     def begin_read(self) -> int:
-        """Begin a read, and return its number: segments of now stay open until `end_read`. Needs the lock."""
+        """Begin a read, and return its number: all segments that exist stay open until `end_read`. Needs the lock."""
         self._read_number += 1
         self._reads[self._read_number] = []
         return self._read_number
 
     def end_read(self, number: int) -> None:
-        """End a read; needs the lock."""
+        """End a read, and free the segments that waited only for this read; needs the lock."""
         for segment in self._reads.pop(number):
             self.waiting[segment] -= 1
             if not self.waiting[segment]:
@@ -221,7 +221,7 @@ class SegmentStore:
         self.segments.require_read(read)
 
     def _prepare(self) -> None:
-        """Make an empty segment."""
+        """Make an empty segment, to be filled next."""
         with self.changed:
             segment = self.segments.take_index()
         self.segments.make(segment)
@@ -261,7 +261,7 @@ class SegmentStore:
         self._segment, self._next, self._buffer = -1, 0, -1
 
     def finish(self, segments: Sequence[int]) -> list[SegmentFile]:
-        """Wait until segments are on disk, and return what they are; call this without the lock, during a read.
+        """Wait until segments are on disk, and return their files. The caller is in a read, and does not hold the lock.
 
         Raises:
             UserError: A write has failed.
@@ -290,13 +290,13 @@ class SegmentStore:
             return np.array(adopted, np.int64)
 
     def use_adopted(self) -> None:
-        """Note that the rows of all records in adopted segments are known."""
+        """Record that the live records of adopted segments are counted; the segments can be collected from now on."""
         with self.changed:
             self.segments.use_adopted()
             self.changed.notify_all()
 
     def taint(self) -> None:
-        """Note that checkpoints must not have the records that exist now, since some are of erased rows."""
+        """Record that checkpoints must not have the records that exist now, since some are of erased rows."""
         with self.changed:
             self.close_segment()
             self.segments.tainted[(self.segments.source.files >= 0)] = True

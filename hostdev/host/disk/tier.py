@@ -26,7 +26,7 @@ class Pinned(NamedTuple):
     """Rows that stay in memory until they are unpinned."""
 
     frames: Positions  # int32 [N]
-    read: Read | None  # for those that are read from disk
+    read: Read | None  # the read of the rows that are on disk
 
 
 class Tier(FramePool):
@@ -36,7 +36,7 @@ class Tier(FramePool):
 
     Args:
         name: The table's name.
-        parent: The folder in which the tier makes one for its segments.
+        parent: The folder in which the tier makes a folder for its segments.
         rows: V.
         nbytes: Memory for frames and buffers.
         row_bytes: Bytes of a row in memory.
@@ -44,7 +44,7 @@ class Tier(FramePool):
             whose memory should only be reserved, as most frames may never be used.
         get_keys: Returns the keys, integers [N], of rows.
         fill: Called with frames [N] and the keys of rows; writes the rows' initial values.
-        segment_bytes: The size of a segment, at least a chunk; None for the usual one.
+        segment_bytes: The size of a segment, at least a chunk; None for `SEGMENT_BYTES`.
         keys_change: Whether a row may have another key after it was forgotten, or written without being read.
     """
 
@@ -91,7 +91,7 @@ class Tier(FramePool):
             exceed: Whether rows that do not fit get memory of their own beyond the budget, until they leave it.
 
         Returns:
-            The pinned rows; None, unless `exceed`, if other rows must be unpinned first.
+            The pinned rows; None if other rows must be unpinned first, which does not happen with `exceed`.
 
         Raises:
             NoFramesError: The host has no memory beyond the budget.
@@ -162,7 +162,7 @@ class Tier(FramePool):
             try:
                 store.require_read(read)
             except UserError as error:
-                store.fail(error)  # before anybody takes the frames for rows
+                store.fail(error)  # before the frames count as read
             self._arrived(targets, number)
 
         return Pinned(found, store.read(positions, keys, targets, self.planes, done)), new
@@ -172,7 +172,7 @@ class Tier(FramePool):
         return self._get_keys(rows).astype(np.int64, copy=False)
 
     def _arrived(self, targets: Positions, read: int | None = None) -> None:
-        """Record that frames have their values, which the read of this number has read."""
+        """Record that frames have their values; end the read of this number, unless it is None."""
         with self._changed:
             self._state[targets] &= 255 - frames.ARRIVING
             if read is not None:
@@ -201,8 +201,8 @@ class Tier(FramePool):
     def locate(self, rows: AnyIds) -> npt.NDArray[np.int64]:
         """Return where the values of some rows are on disk, int64 [N]: position + 1, or 0 for initial values.
 
-        Changed rows are written first. The rows must not change meanwhile. The records are there until a read ends that
-        has begun before; see `SegmentStore.begin_read`.
+        Changed rows are written first. The rows must not change meanwhile. The records stay on disk until the end of a
+        read that the caller has begun before; see `SegmentStore.begin_read`.
 
         Raises:
             UserError: A read or write of the disk has failed.
@@ -258,7 +258,7 @@ class Tier(FramePool):
             self.store.end_read(number)
 
     def adopt(self, rows: AnyIds, positions: npt.NDArray[np.int64]) -> None:
-        """Take the records at positions [N], which the store has adopted, for rows [N] that are nowhere yet."""
+        """Use the records at positions [N], which the store has adopted, as rows [N] that had their initial values."""
         per_segment, live = self.store.format.per_segment, self.store.live
         with self._changed:
             self.where[rows] = positions + 1
@@ -289,11 +289,11 @@ class Tier(FramePool):
             self.unpin(pinned)
 
     def copy(self, rows: AnyIds, planes: Planes, fill: Callable[[Positions, npt.NDArray[np.int64]], None]) -> None:
-        """Copy rows to the first N rows of other planes, wherever they are, without moving them.
+        """Copy rows, from memory or disk, to the first N rows of other planes; the rows stay where they are.
 
         Args:
             rows: int32 or int64 [N], duplicates allowed.
-            planes: Of at least N rows.
+            planes: Planes of at least N rows.
             fill: As for `Tier`, for the other planes.
         """
         n = len(rows)
@@ -331,7 +331,7 @@ class Tier(FramePool):
             raise errors[0]
 
     def _arriving(self, rows: AnyIds, places: Positions) -> bool:
-        """Find rows, as `find` does; return whether one of them is still being read."""
+        """Write the rows' frames to `places`, -1 for rows not in memory; return whether a row is still being read."""
         frames.find(0, len(rows), rows, self.where, places)
         here = places[places >= 0]
         return bool((self._state[here] & frames.ARRIVING).any())
