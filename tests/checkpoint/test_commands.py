@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,7 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.core import cli
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.checkpoints import cli as checkpoint
-from hostdev.ext.checkpoints import compact
+from hostdev.ext.checkpoints import compact, diff
 from hostdev.ext.training import cli as train
 
 OWN = ["--model", "tests.own_models:ThreeTables"]
@@ -156,6 +157,19 @@ def test_diff(saved, capsys):
         rows = np.flatnonzero((x != y).any(1))
         line = f"table {table.name}, weights: {len(rows):,} of {table.rows:,} rows differ (first row {rows[0]}), by"
         assert line in out
+
+
+def test_a_difference_of_nan_is_named():
+    blocks = [np.ones((3, 2), np.float32) for _ in range(3)]
+    blocks[1][1, 0] = np.nan
+    blocks[2][2, 1] = 3
+    about = {"optimizer": "SGD", "dtype": "fp32", "slots_dtype": "fp32", "step": 1, "arguments": {}, "history": None}
+    table = SimpleNamespace(name="t", rows=3, dim=2, keys=None, slots=(), row_slots=(), **about)
+    for other, by in ((1, "some by NaN"), (2, "by at most 2")):
+        parts = [SimpleNamespace(column=lambda name, column, block=blocks[n]: iter([block])) for n in (0, other)]
+        assert diff._compare_tables(*parts, table, table) == [
+            f"table t, weights: 1 of 3 rows differ (first row {other}), {by}"
+        ]
 
 
 @pytest.mark.parametrize("keep", [None, 1])

@@ -161,6 +161,10 @@ def test_labels_that_are_numbers_and_several_labels(tmp_path):
     shown = text_of(make([run]))
     assert "RMSE 0.5000" in shown and "MAE by epoch" in shown and "Best: 0.2500 after epoch 1 of 1" in shown
     assert "its labels are numbers, which have no probability" in shown
+    lines = [eval_line(n, 20 * n, {"rmse": 0.5, "mae": 0.25, "auc": 0.7, "rows": 9}, None) for n in (1, 2)]
+    (run / "eval.log").write_text("".join(lines))  # the first is the best, as for `--which best`
+    shown = text_of(make([run]))
+    assert "Best: 0.2500 after epoch 1 of 2" in shown and "Best: 0.7000 after epoch 1 of 2" in shown
     labels = {"clicked": scores()["clicked"], "bought": scores(1)["clicked"], "none": []}
     (run / "scores.jsonl").write_text(json.dumps({"epoch": 1, "step": 40, "split": "test", "labels": labels}) + "\n")
     shown = text_of(make([run]))

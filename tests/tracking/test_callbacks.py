@@ -8,7 +8,10 @@ import time
 
 import pytest
 
+from hostdev.ext.tracking.tracker import Tracker
 from hostdev.ext.training import cli as train
+from hostdev.ext.training.run_callbacks import RunCallbacks
+from hostdev.train.interrupt import GracefulStop
 from tests import forks
 from tests.conftest import ROOT, digest_of, environment
 from tests.own_models import __name__ as own_models
@@ -86,6 +89,30 @@ def test_an_error_of_a_callback(in_process, small_data, tmp_path, method, saves)
         assert code == 0, error
         in_process(train, *every, "--run-dir", "whole")
         assert digest_of(tmp_path / "run") == digest_of(tmp_path / "whole")
+
+
+class Slow(Tracker):
+    """A tracker that cannot be closed, with or without an error before."""
+
+    name = "slow"
+
+    def on_end(self, end):
+        if self.fails:
+            raise LookupError("no such room")
+
+    def close(self):
+        raise OSError("the server is gone")
+
+
+@pytest.mark.parametrize(("fails", "why"), [(False, "the server is gone"), (True, "no such room")])
+def test_a_tracker_that_cannot_be_closed_is_named(capsys, fails, why):
+    tracker = Slow()
+    tracker.fails = fails
+    callbacks = RunCallbacks([], [tracker], GracefulStop(None))
+    callbacks._is_started = True
+    callbacks.end("finished", {})
+    error = capsys.readouterr().err
+    assert error.count("the end of the run is not complete there") == 1 and why in error
 
 
 @pytest.mark.parametrize(

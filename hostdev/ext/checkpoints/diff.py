@@ -1,5 +1,6 @@
 """Differences between two checkpoints."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,11 +60,10 @@ def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[st
             rows, by = _unequal(x, y)
             if len(rows):
                 first = begin + int(rows[0]) if first < 0 else first
-            count, begin, most = count + len(rows), begin + len(x), max(most, by)
+            count, begin, most = count + len(rows), begin + len(x), float(np.maximum(most, by))
         if count:
             lines.append(
-                f"table {mine.name}, {column}: {count:,} of {mine.rows:,} rows differ (first row {first}), "
-                f"by at most {most:.3g}"
+                f"table {mine.name}, {column}: {count:,} of {mine.rows:,} rows differ (first row {first}), {_by(most)}"
             )
     return lines
 
@@ -101,10 +101,15 @@ def _compare_keys(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]
             parts = [part[start : start + _AT_ONCE] for part in rows]
             x, y = (layers.gather(name, part, [column])[column] for layers, part in zip((a, b), parts, strict=True))
             differ, by = _unequal(x.reshape(len(x), -1), y.reshape(len(y), -1))
-            count, most = count + len(differ), max(most, by)
+            count, most = count + len(differ), float(np.maximum(most, by))
         if count:
-            lines.append(f"table {name}, {column}: {count:,} of {len(rows[0]):,} rows differ, by at most {most:.3g}")
+            lines.append(f"table {name}, {column}: {count:,} of {len(rows[0]):,} rows differ, {_by(most)}")
     return lines
+
+
+def _by(most: float) -> str:
+    """Return text for the largest difference, which is NaN if any difference is."""
+    return "some by NaN" if math.isnan(most) else f"by at most {most:.3g}"
 
 
 def _unequal(x: Rows, y: Rows) -> tuple[npt.NDArray[np.int64], float]:

@@ -110,8 +110,7 @@ class RunCallbacks(RunObserver):
         self._has_ended = True
         before = self.error
         self._call("on_end", EndInfo(status=status, steps=self._step, summary=summary), anyway=True)
-        for tracker in self._trackers:
-            self._close(tracker)
+        self._track("close")
         for line in self._failed:
             note(line)
         if before is None and self.error is not None and status in ("interrupted", "failed"):
@@ -164,9 +163,10 @@ class RunCallbacks(RunObserver):
                 getattr(tracker, method)(*arguments)
             except Exception as error:
                 self._trackers.remove(tracker)
-                self._close(tracker)
                 why = in_words(error)
-                if method == "on_end":
+                if method != "close":
+                    self._close(tracker)
+                if method in ("on_end", "close"):
                     note(f"warning: --log-to {tracker.name}: the end of the run is not complete there: {why}")
                     continue
                 note(f"warning: --log-to {tracker.name} is off from now on: {why}; training continues")

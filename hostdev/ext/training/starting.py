@@ -326,7 +326,8 @@ def load(origin: Origin, trainer: Trainer, frozen: str | None = None) -> list[st
     load_shared(chain, trainer.tables, fit, former=origin.former)
     more = _values(origin).get("more")
     theirs = more.get("settings", {}).get("frozen_vectors") if isinstance(more, dict) else None
-    changed = [] if theirs is None or theirs == frozen else [f"start    rows of {theirs}, frozen then, are trained now"]
+    thawed = sorted(set(str(theirs or "").split(",")) - {"", *(frozen or "").split(",")})
+    changed = [f"start    rows of {', '.join(thawed)}, frozen then, are trained now"] if thawed else []
     step = chain[-1].manifest.step
     return [
         *origin.notes,
