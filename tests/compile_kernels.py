@@ -15,7 +15,7 @@ from hostdev.host.warm_up import warm_up_disk, warm_up_feature, warm_up_ids, war
 OPTIMIZERS = [LazyAdam(), FTRL(), FTRL(lr_power=-0.3), SGD(), Adagrad(), RowWiseAdagrad(), RowWiseAdam(), Momentum()]
 
 
-# The kernels with slots of 8 bits are those that take longest, up to half a minute each.
+# The kernels with slots of 8 bits are those that take longest.
 BESIDE_FLOAT32 = [LazyAdam(), FTRL(), Adagrad()]
 
 

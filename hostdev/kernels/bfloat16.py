@@ -17,6 +17,7 @@ its slot s.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,31 +34,38 @@ from hostdev.kernels.plane_formats import BFLOAT16, EIGHT_BITS, FLOAT32, UNSIGNE
 from hostdev.kernels.pool import get_grain, parallel_for
 
 Bfloat16 = npt.NDArray[np.uint16]
-_WORD = ir.IntType(32)
+_WORD, _HALF = ir.IntType(32), ir.IntType(16)
 WEYL = 0x9E3779B9  # difference between the counters of adjacent pairs of columns
 
 
 def _to_float32(typing_context: Any, value: Any) -> Any:
     """Convert a stored number, float32 or bfloat16 (as uint16), to float32."""
+    found = value if isinstance(value, types.Float) else types.float32
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if isinstance(value, types.Float):
+        if found is value:
             return arguments[0]
         return builder.bitcast(builder.shl(builder.zext(arguments[0], _WORD), _WORD(16)), ir.FloatType())
 
-    return (value if isinstance(value, types.Float) else types.float32)(value), generate
+    return found(value), generate
+
+
+def _convert(to: Any, x: Any, shorten: Callable[[Any, Any], Any]) -> Any:
+    """Return the signature and the code of an intrinsic that converts x to the format of the array `to`.
+
+    `shorten` gets LLVM's builder and a float32, and returns the bits of a bfloat16.
+    """
+    found = x if isinstance(to.dtype, types.Float) else types.uint16
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return arguments[1] if found is x else shorten(builder, arguments[1])
+
+    return found(to, x if found is x else types.float32), generate
 
 
 def _as_exact(typing_context: Any, to: Any, x: Any) -> Any:
     """Return x in the format of the array `to`, float32 or bfloat16, which must be able to represent x exactly."""
-    found = x if isinstance(to.dtype, types.Float) else types.uint16
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if found is x:
-            return arguments[1]
-        return builder.trunc(builder.lshr(builder.bitcast(arguments[1], _WORD), _WORD(16)), ir.IntType(16))
-
-    return found(to, x if found is x else types.float32), generate
+    return _convert(to, x, lambda b, value: b.trunc(b.lshr(b.bitcast(value, _WORD), _WORD(16)), _HALF))
 
 
 def _as_stored(typing_context: Any, to: Any, x: Any) -> Any:
@@ -65,18 +73,15 @@ def _as_stored(typing_context: Any, to: Any, x: Any) -> Any:
 
     It is rounded to nearest, ties to even, like torch; NaN becomes the quiet NaN.
     """
-    found = x if isinstance(to.dtype, types.Float) else types.uint16
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if found is x:
-            return arguments[1]
-        bits, half = builder.bitcast(arguments[1], _WORD), ir.IntType(16)
+    def shorten(builder: Any, value: Any) -> Any:
+        bits = builder.bitcast(value, _WORD)
         odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
         rounded = builder.lshr(builder.add(builder.add(bits, _WORD(0x7FFF)), odd), _WORD(16))
-        is_nan = builder.fcmp_unordered("uno", arguments[1], arguments[1])
-        return builder.select(is_nan, half(0x7FC0), builder.trunc(rounded, half))
+        is_nan = builder.fcmp_unordered("uno", value, value)
+        return builder.select(is_nan, _HALF(0x7FC0), builder.trunc(rounded, _HALF))
 
-    return found(to, x if found is x else types.float32), generate
+    return _convert(to, x, shorten)
 
 
 to_float32: Any = intrinsic(_to_float32)

@@ -22,6 +22,7 @@ from numba.core.compiler_lock import global_compiler_lock as _numbas_lock
 from numba.extending import intrinsic
 from numba.np import arrayobj as _arrayobj
 
+from hostdev.kernels.arrays import LINE
 from hostdev.kernels.cached import check_cache
 
 _OPTIONS: dict[str, Any] = {
@@ -31,7 +32,6 @@ _OPTIONS: dict[str, Any] = {
     "boundscheck": False,  # ids are checked once, before they are passed to a kernel
 }
 
-_LINE = 64  # bytes of a cache line
 _turns: Callable[[], AbstractContextManager[object]] = nullcontext
 _lock: Any = _numbas_lock  # numba has no annotations
 _codegen: Any = _cgutils
@@ -111,12 +111,11 @@ def _prefetch(to_write: int, locality: int) -> Any:
     def ask(typing_context: Any, address: Any, nbytes: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-            function = builder.module.declare_intrinsic(
-                "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-            )
+            kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
             constants = [ir.Constant(word, value) for value in (to_write, locality, 1)]  # 1: data, not code
-            size = _codegen.intp_t(_LINE)
-            lines = builder.sdiv(builder.add(arguments[1], _codegen.intp_t(_LINE - 1)), size)
+            size = _codegen.intp_t(LINE)
+            lines = builder.udiv(builder.add(arguments[1], _codegen.intp_t(LINE - 1)), size)
             with _codegen.for_range(builder, lines) as loop:
                 line = builder.add(arguments[0], builder.mul(loop.index, size))
                 builder.call(function, [builder.inttoptr(line, byte), *constants])
@@ -156,7 +155,7 @@ fetch_or = _fetch("or", types.uint64)  # sets bits
 load: Any = intrinsic(_load)
 
 _ask_to_write = _prefetch(1, 3)
-_ask_to_read = _prefetch(0, 2)
+ask_to_read = _prefetch(0, 2)  # into the L2 cache
 _ask_to_read_once = _prefetch(0, 0)
 
 
@@ -184,19 +183,13 @@ def prefetch_to_write(array, row, nbytes):
 @inline
 def prefetch_to_read(array, row, nbytes):
     """Prefetch the first `nbytes` of array[row] into the L2 cache; the row need not exist."""
-    _ask_to_read(_address_of_row(array, row), nbytes)
+    ask_to_read(_address_of_row(array, row), nbytes)
 
 
 @inline
 def prefetch_to_read_once(array, row, nbytes):
     """Do the same as `prefetch_to_read`, for data that is used once and must not evict other data from the cache."""
     _ask_to_read_once(_address_of_row(array, row), nbytes)
-
-
-@inline
-def ask_to_read(address):
-    """Prefetch the cache line at an address into the L2 cache."""
-    _ask_to_read(address, 1)
 
 
 @kernel
@@ -253,10 +246,8 @@ def _bare_bits(typing_context: Any, array: Any, dtype: Any) -> Any:
         before, after = (_arrays.get_itemsize(context, one) for one in (array, found))
         given = _arrays.make_array(array)(context, builder, arguments[0])
         *shape, last = _codegen.unpack_tuple(builder, given.shape)
-        if before > after:
-            last = builder.mul(last, _codegen.intp_t(before // after))
-        elif after > before:
-            last = builder.udiv(last, _codegen.intp_t(after // before))
+        more, fewer = (_codegen.intp_t(max(1, ratio)) for ratio in (before // after, after // before))
+        last = builder.udiv(builder.mul(last, more), fewer)
         return _make_array(context, builder, found, given.data, [*shape, last])
 
     return found(array, dtype), generate

@@ -88,8 +88,7 @@ def _best(run: RunData, field: str, several: int) -> str:
     found = [each for each in found if math.isfinite(each[0])]
     if not found:
         return ""
-    sign = -1 if field == _RISING else 1
-    value, epoch = min(found, key=lambda one: (sign * one[0], one[1]))  # the earliest of equal values
+    value, epoch = min(found, key=lambda one: -one[0] if field == _RISING else one[0])  # the earliest of equal ones
     prefix = f"{run.name}: best" if several > 1 else "Best:"
     return f"{prefix} {metric(value)} after epoch {epoch} of {found[-1][1]}"
 

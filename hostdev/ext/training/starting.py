@@ -326,15 +326,14 @@ def load(origin: Origin, trainer: Trainer, frozen: str | None = None) -> list[st
     load_shared(chain, trainer.tables, fit, former=origin.former)
     more = _values(origin).get("more")
     theirs = more.get("settings", {}).get("frozen_vectors") if isinstance(more, dict) else None
-    thawed = sorted(set(str(theirs or "").split(",")) - {"", *(frozen or "").split(",")})
-    changed = [f"start    rows of {', '.join(thawed)}, frozen then, are trained now"] if thawed else []
+    thawed = ", ".join(sorted(set(str(theirs or "").split(",")) - {"", *(frozen or "").split(",")}))
     step = chain[-1].manifest.step
     return [
         *origin.notes,
         f"start    from {shown_place(origin.path)}, after step {step:,}; steps of this run count from 0",
         *(f"start    {line}" for line in (*fit.lines(), *form_lines(trainer.tables))),
         f"start    {layers}; learning rates are those of this run",
-        *changed,
+        *([f"start    rows of {thawed}, frozen then, are trained now"] if thawed else []),
     ]
 
 
