@@ -59,7 +59,12 @@ OTHER_PYTHON ?= python3.13
 
 # Python itself starts each process here, which the quick rungs fork (tests/forks.py).
 # The whole takes hours: each part is a target too, and the whole runs all of them before it says which failed.
-SLOW := wheel cpu processes device eager random delayed lowest python
+# The slow tests on the CPU by folder, as all of them take hours; `others` has the tests of all other folders.
+FOLDERS_tables := cache checkpoint core host kernels models modes runtime
+FOLDERS_data := data
+FOLDERS_ranks := distributed parallel
+FOLDERS_fuzz := fuzz
+SLOW := wheel tables data ranks fuzz others processes device eager random delayed lowest python
 SLOW_PARTS := $(SLOW:%=test-slow-%)
 .PHONY: $(SLOW_PARTS)
 $(SLOW_PARTS): export HOSTDEV_TESTS_EXEC := 1
@@ -70,8 +75,12 @@ test-slow: $(VENV)/.ready
 test-slow-wheel: $(VENV)/.ready
 	$(BIN)/python tests/smoke_wheel.py --alone
 
-test-slow-cpu: $(VENV)/.ready
-	$(PYTEST) -m slow
+IN_PARTS := tables data ranks fuzz
+$(IN_PARTS:%=test-slow-%): test-slow-%: $(VENV)/.ready
+	$(PYTEST) -m slow $(FOLDERS_$*:%=tests/%)
+
+test-slow-others: $(VENV)/.ready
+	$(PYTEST) -m slow $(foreach part,$(IN_PARTS),$(FOLDERS_$(part):%=--ignore=tests/%))
 
 test-slow-processes: $(VENV)/.ready
 	$(PYTEST) -m "not slow" $(FAST:%=--ignore=%)
