@@ -10,7 +10,7 @@ import torch
 import hostdev
 from hostdev.pipeline import context, path
 from hostdev.pipeline.context import Turns
-from hostdev.pipeline.scheduling import passes
+from hostdev.pipeline.scheduling import workers
 
 CLOCK = [0.0]
 
@@ -145,7 +145,7 @@ def test_no_other_stage_runs_then(monkeypatch):
 
 @pytest.mark.usefixtures("always_alone")
 def test_a_body_that_waits_for_the_background_goes_on(monkeypatch):
-    monkeypatch.setattr(passes, "_LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(workers, "_LONGEST_PAUSE", 0.05)
     fetched = threading.Semaphore(0)
     original = path.look_up
 
