@@ -22,7 +22,6 @@ from numba.core.compiler_lock import global_compiler_lock as _numbas_lock
 from numba.extending import intrinsic
 from numba.np import arrayobj as _arrayobj
 
-from hostdev.kernels.arrays import LINE
 from hostdev.kernels.cached import check_cache
 
 _OPTIONS: dict[str, Any] = {
@@ -100,7 +99,7 @@ def inline_code(function: Callable[..., Any]) -> Any:
 
 
 def _prefetch(to_write: int, locality: int) -> Any:
-    """Return an intrinsic that prefetches the cache lines at an address, up to a number of bytes.
+    """Return an intrinsic that prefetches the cache line at an address.
 
     Args:
         to_write: 1 to prefetch for writing, 0 for reading.
@@ -108,20 +107,17 @@ def _prefetch(to_write: int, locality: int) -> Any:
     """
 
     @intrinsic
-    def ask(typing_context: Any, address: Any, nbytes: Any) -> Any:
+    def ask(typing_context: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-            kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-            function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+            function = builder.module.declare_intrinsic(
+                "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+            )
             constants = [ir.Constant(word, value) for value in (to_write, locality, 1)]  # 1: data, not code
-            size = _codegen.intp_t(LINE)
-            lines = builder.udiv(builder.add(arguments[1], _codegen.intp_t(LINE - 1)), size)
-            with _codegen.for_range(builder, lines) as loop:
-                line = builder.add(arguments[0], builder.mul(loop.index, size))
-                builder.call(function, [builder.inttoptr(line, byte), *constants])
+            builder.call(function, [builder.inttoptr(arguments[0], byte), *constants])
             return context.get_dummy_value()
 
-        return types.void(types.intp, types.intp), generate
+        return types.void(types.intp), generate
 
     return ask
 
@@ -155,41 +151,32 @@ fetch_or = _fetch("or", types.uint64)  # sets bits
 load: Any = intrinsic(_load)
 
 _ask_to_write = _prefetch(1, 3)
-ask_to_read = _prefetch(0, 2)  # into the L2 cache
+ask_to_read = _prefetch(0, 2)
 _ask_to_read_once = _prefetch(0, 0)
 
 
-def _row_at(typing_context: Any, array: Any, row: Any) -> Any:
-    """Return the address of array[row]; the row need not exist."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        given = _arrays.make_array(array)(context, builder, arguments[0])
-        stride = _codegen.unpack_tuple(builder, given.strides)[0]
-        return builder.add(builder.ptrtoint(given.data, stride.type), builder.mul(arguments[1], stride))
-
-    return types.intp(array, types.intp), generate
-
-
-_address_of_row: Any = intrinsic(_row_at)
-
-
-# Not intrinsics: numba would count a reference to the array, atomically, until the loop over its lines ends.
 @inline
 def prefetch_to_write(array, row, nbytes):
     """Prefetch the first `nbytes` of array[row] for writing; the row need not exist."""
-    _ask_to_write(_address_of_row(array, row), nbytes)
+    address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
+    for offset in range(0, nbytes, 64):
+        _ask_to_write(address + offset)
 
 
 @inline
 def prefetch_to_read(array, row, nbytes):
     """Prefetch the first `nbytes` of array[row] into the L2 cache; the row need not exist."""
-    ask_to_read(_address_of_row(array, row), nbytes)
+    address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
+    for offset in range(0, nbytes, 64):
+        ask_to_read(address + offset)
 
 
 @inline
 def prefetch_to_read_once(array, row, nbytes):
     """Do the same as `prefetch_to_read`, for data that is used once and must not evict other data from the cache."""
-    _ask_to_read_once(_address_of_row(array, row), nbytes)
+    address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
+    for offset in range(0, nbytes, 64):
+        _ask_to_read_once(address + offset)
 
 
 @kernel

@@ -161,7 +161,7 @@ def _look_ahead(keys, i, parts, ring, owners):
     """Prefetch the entry at which the search for keys[i] begins; keep its address, and the key's part, in the rings."""
     at = i & np.uint64(AHEAD - 1)
     owners[at], address = find_begin(parts, keys[i])
-    ask_to_read(address, 1)
+    ask_to_read(address)
     ring[at] = address
 
 

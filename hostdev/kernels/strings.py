@@ -73,15 +73,15 @@ def _prefetch(i, hashes, table, shift, ends, places):
     n = np.uint64(len(hashes))
     ahead = i + np.uint64(3 * _AHEAD)
     if ahead < n:
-        ask_to_read(places[0] + np.int64(find_slot(hashes[ahead], shift)) * 4, 1)
+        ask_to_read(places[0] + np.int64(find_slot(hashes[ahead], shift)) * 4)
     ahead = i + np.uint64(2 * _AHEAD)
     if ahead < n:
         position = np.maximum(np.int64(table[find_slot(hashes[ahead], shift)]), np.int64(0))
-        ask_to_read(places[1] + position * 8, 1)
-        ask_to_read(places[2] + position * 8, 1)
+        ask_to_read(places[1] + position * 8)
+        ask_to_read(places[2] + position * 8)
     ahead = i + np.uint64(_AHEAD)
     if ahead < n:
-        ask_to_read(places[3] + ends[np.maximum(np.int64(table[find_slot(hashes[ahead], shift)]), np.int64(0))], 1)
+        ask_to_read(places[3] + ends[np.maximum(np.int64(table[find_slot(hashes[ahead], shift)]), np.int64(0))])
 
 
 @kernel
