@@ -37,6 +37,7 @@ from hostdev.cache.bound import optimal
 from hostdev.core.memory import available_bytes
 from hostdev.host.disk.readers import Planes
 from hostdev.kernels.unique import unique
+from tests.host.disk_tables import on_disk
 
 DIM = 64
 ROW_BYTES = 4 * DIM * 3
@@ -96,11 +97,8 @@ def measure_reads(table: Any, count: int = 100_000) -> dict[str, float]:
     """Return the rate of random reads of rows by the table's threads, and the CPU microseconds of one."""
     tier = table.storage.tier
     where = tier.where
-    rows = np.random.default_rng(5).permutation(len(where))
-    rows = rows[where[rows] > 0]
     with tier._changed:
-        chunks = (where[rows].astype(np.int64) - 1) // tier.store.format.per_chunk
-        rows = rows[tier.store._buffer_of[chunks] < 0][:count]  # those of chunks that are written
+        rows = np.random.default_rng(5).permutation(on_disk(table))[:count]
     target = np.empty((len(rows), 3, DIM), np.float32)
     planes = Planes.of([target])
     with tier._changed:

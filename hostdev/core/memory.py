@@ -69,7 +69,7 @@ def available_bytes() -> int:
 def require_memory(needed: int, what: str, advice: str = "", error: type[HostdevError] = UserError) -> None:
     """Raise `error` unless `needed` bytes are available.
 
-    The message has `what` needs the bytes, the needed and the available bytes, and `advice`.
+    The message says what needs them (`what`), how many are needed and how many are free, and gives `advice`.
     """
     free = available_bytes()
     if needed > free:

@@ -207,27 +207,9 @@ def _array_at(typing_context: Any, address: Any, n: Any, dtype: Any) -> Any:
     return found(types.intp, types.intp, dtype), generate
 
 
-def _bare(typing_context: Any, array: Any) -> Any:
-    """Return the same C-contiguous array, but not reference-counted; for use in kernels.
-
-    The caller must keep the array's memory alive. In a loop with branches, numba would count references to slices of
-    the array atomically, in memory that threads share, which takes longer than the arithmetic on a short row.
-    """
-    found = types.Array(array.dtype, array.ndim, "C")
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        given = _arrays.make_array(array)(context, builder, arguments[0])
-        return _make_array(context, builder, found, given.data, _codegen.unpack_tuple(builder, given.shape))
-
-    return found(array), generate
-
-
-def _bare_bits(typing_context: Any, array: Any, dtype: Any) -> Any:
-    """Return the values of a C-contiguous array as another dtype, without conversion or reference counting.
-
-    See `bare`. The last dimension gets the length that has as many bytes.
-    """
-    found = types.Array(dtype.dtype, array.ndim, "C")
+def _without_count(array: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return the numba type of `bare_bits` for an array and a dtype, and the function that writes its code."""
+    found = types.Array(dtype, array.ndim, "C")
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         before, after = (_arrays.get_itemsize(context, one) for one in (array, found))
@@ -237,6 +219,25 @@ def _bare_bits(typing_context: Any, array: Any, dtype: Any) -> Any:
         last = builder.udiv(builder.mul(last, more), fewer)
         return _make_array(context, builder, found, given.data, [*shape, last])
 
+    return found, generate
+
+
+def _bare(typing_context: Any, array: Any) -> Any:
+    """Return the same C-contiguous array, but not reference-counted; for use in kernels.
+
+    The caller must keep the array's memory alive. In a loop with branches, numba would count references to slices of
+    the array atomically, in memory that threads share, which takes longer than the arithmetic on a short row.
+    """
+    found, generate = _without_count(array, array.dtype)
+    return found(array), generate
+
+
+def _bare_bits(typing_context: Any, array: Any, dtype: Any) -> Any:
+    """Return the values of a C-contiguous array as another dtype, without conversion or reference counting.
+
+    See `bare`. The last dimension gets the length that has as many bytes.
+    """
+    found, generate = _without_count(array, dtype.dtype)
     return found(array, dtype), generate
 
 

@@ -91,10 +91,10 @@ def test_an_error_of_a_callback(in_process, small_data, tmp_path, method, saves)
         assert digest_of(tmp_path / "run") == digest_of(tmp_path / "whole")
 
 
-class Slow(Tracker):
+class NeverClosed(Tracker):
     """A tracker that cannot be closed, with or without an error before."""
 
-    name = "slow"
+    name = "never closed"
 
     def on_end(self, end):
         if self.fails:
@@ -106,7 +106,7 @@ class Slow(Tracker):
 
 @pytest.mark.parametrize(("fails", "why"), [(False, "the server is gone"), (True, "no such room")])
 def test_a_tracker_that_cannot_be_closed_is_named(capsys, fails, why):
-    tracker = Slow()
+    tracker = NeverClosed()
     tracker.fails = fails
     callbacks = RunCallbacks([], [tracker], GracefulStop(None))
     callbacks._is_started = True
