@@ -176,7 +176,7 @@ def predicting(path: Path, data: Path, rounds: int) -> dict[str, float]:
         ids = rng.integers(0, rows, (size, len(schema.ids))).astype(np.int32)
         batch = Batch(np.zeros(size, np.float32), rng.random((size, len(schema.dense)), np.float32), ids, {})
         with torch.inference_mode():
-            looked_up, dense = dict(predictor._rows(batch)), torch.from_numpy(batch.dense)
+            looked_up, dense = predictor.rows(batch), torch.from_numpy(batch.dense)
 
         def network(dense: torch.Tensor = dense, looked_up: dict = looked_up) -> object:
             with torch.inference_mode():
