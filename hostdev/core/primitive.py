@@ -134,7 +134,11 @@ class OpTimes:
     def add(self, nanoseconds: int, nbytes: int) -> None:
         """Add one call's duration, and the bytes that it moved."""
         with self._adding:
-            self._durations.add(nanoseconds)
+            latest = self._durations.latest
+            if len(latest) < EXACT:
+                latest.append(nanoseconds)
+            else:
+                self._durations.add(nanoseconds)
             self.total += nanoseconds
             self.bytes += nbytes
         if self._log.is_writing:
@@ -374,7 +378,7 @@ class PartialCall:
         span: list[tuple[int, int]] = []
         self._spans.append(span)
         self._nbytes += self._op.nbytes(*args)
-        return [timed(task, span) for task in self._op.tasks(*args)]
+        return timed(self._op.tasks(*args), span)
 
     def end(self) -> None:
         """Report the time and the bytes of all parts."""

@@ -4,7 +4,8 @@ The backward pass sums the outputs' gradients into one gradient for each unique 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,15 +28,16 @@ class GroupUses:
 
     def __init__(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> None:
         self.features, self.rows, self.in_order = tuple(features), rows, in_order
-        self._found: dict[tuple[bool, ...], Any] = {}  # results of `Ops.uses_of`, by which features have a gradient
+        self._found: dict[tuple[int, ...], Any] = {}  # results of `Ops.uses_of`, by the features that have a gradient
 
     def select(self, grads: Sequence[Tensor | None], ops: Ops) -> tuple[list[Tensor], Any]:
         """Return the arguments of `Ops.sum_uses` for the features that have a gradient; there must be at least one."""
-        given = tuple([grad is not None for grad in grads])
+        given = tuple([number for number, grad in enumerate(grads) if grad is not None])
         if given not in self._found:
-            features = [feature for feature, has in zip(self.features, given, strict=True) if has]
-            self._found[given] = ops.uses_of(features, self.rows, in_order=self.in_order and all(given))
-        return [grad for grad in grads if grad is not None], self._found[given]
+            features = [self.features[number] for number in given]
+            in_order = self.in_order and len(given) == len(self.features)
+            self._found[given] = ops.uses_of(features, self.rows, in_order=in_order)
+        return [cast(Tensor, grads[number]) for number in given], self._found[given]
 
     def get_first_occurrences(self) -> Tensor:
         """Return the rows that occur, in order of first occurrence, int64 [any]; waits for the device."""
@@ -81,7 +83,7 @@ class _Pull(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.uses = uses  # not saved tensors, which the first of several backward passes would free
         ctx.stacks = stacks
-        ops = get_ops(rows[0].device)
+        ctx.ops = ops = get_ops(rows[0].device)
         every = [
             (trained, Expansion(one, *feature[:4], dtype))
             for trained, one, group, types in zip(ctx.needs_input_grad[_BEFORE_ROWS:], rows, uses, dtypes, strict=True)
@@ -109,12 +111,10 @@ class _Pull(torch.autograd.Function):
                     by_position[position] = None if grad is None else grad.select(1, place)
             left, n = iter(grads), sum(len(uses.features) for uses in ctx.uses)
             outputs = iter([by_position[i] if i in by_position else next(left) for i in range(n)])
-        needed, calls = ctx.needs_input_grad[_BEFORE_ROWS:], {}
+        needed, calls, ops = ctx.needs_input_grad[_BEFORE_ROWS:], {}, ctx.ops
         for number, uses in enumerate(ctx.uses):
-            mine = [next(outputs) for _ in uses.features]
-            given = next((grad for grad in mine if grad is not None), None)
-            if given is not None and needed[number]:
-                ops = get_ops(given.device)
+            mine = list(islice(outputs, len(uses.features)))
+            if needed[number] and any(grad is not None for grad in mine):
                 calls[number] = uses.select(mine, ops)
         sums: list[Tensor | None] = [None] * len(ctx.uses)
         for number, total in zip(calls, ops.sum_many(list(calls.values())) if calls else (), strict=True):
@@ -162,4 +162,4 @@ def pull(lookups: Sequence[Lookup], stacks: Sequence[Sequence[tuple[int, int]]] 
     found = iter(_Pull.apply(uses, dtypes, [[at[one] for one in members] for members in stacks], *rows))  # type: ignore[no-untyped-call]
     stacked = {one for members in stacks for one in members}
     each = iter([None if output in stacked else next(found) for output in outputs])
-    return Pulled([[next(each) for _ in one.features] for one in uses], list(found))
+    return Pulled([list(islice(each, len(one.features))) for one in uses], list(found))

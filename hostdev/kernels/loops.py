@@ -154,6 +154,13 @@ class KernelLoop:
 
 def run_alone(work: Kernel, n: int, *args: Any) -> None:
     """Run a kernel over n items in this thread. Called as a function, it would be compiled a second time."""
+    run_whole(KernelTask(work, n, n, 1, args))
+
+
+def run_whole(task: KernelTask) -> None:
+    """Run a kernel of one range in this thread."""
+    work, n, _, _, args, times = task
+    begin = time.perf_counter_ns()
     loop, counter, done = getattr(work, "loop", None) or make_loop(work), getattr(_own, "counter", None), 0
     if counter is None:
         counter = _own.counter = _make_counter()
@@ -161,14 +168,8 @@ def run_alone(work: Kernel, n: int, *args: Any) -> None:
     while not done:  # a finalizer or a signal's handler may also have run a kernel since the counter was set
         begun[_AT] = 0
         done = loop(address, NEVER.address, 1, n, n or 1, 1, 1, *args)
-
-
-def run_whole(task: KernelTask) -> None:
-    """Run a kernel of one range in this thread."""
-    begin = time.perf_counter_ns()
-    run_alone(task.kernel, task.n, *task.args)
-    if task.times is not None:
-        task.times.append((begin, time.perf_counter_ns()))
+    if times is not None:
+        times.append((begin, time.perf_counter_ns()))
 
 
 class Calls:

@@ -322,19 +322,23 @@ def run_tasks(tasks: Sequence[Task], *, alone: bool = False) -> None:
 def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]:
     """Return the work of `parallel_for` as tasks, so that one `run_tasks` can run it together with other tasks."""
     if n > 0 and isinstance(kernel, loops.COMPILED):
-        return [KernelTask(kernel, n, grain, count_ranges(n, grain), args)]
+        return [KernelTask(kernel, n, grain, 1 if n <= grain else count_ranges(n, grain), args)]
     return [(kernel, start, stop, args) for start, stop in ranges(n, grain)]
 
 
-def timed(task: Task, times: Times) -> Task:
-    """Return a task that also appends its (begin, end), in nanoseconds, to `times`.
+def timed(tasks: Sequence[Task], times: Times) -> list[Task]:
+    """Return tasks that also append their (begin, end), in nanoseconds, to `times`.
 
     A KernelTask appends one pair whenever a thread has run some of its ranges.
     """
-    if isinstance(task, KernelTask):
-        return KernelTask(*task[:-1], times)
-    kernel, start, stop, args = task
-    return (_timed, start, stop, (times, kernel, args))
+    made: list[Task] = []
+    for task in tasks:
+        if isinstance(task, KernelTask):
+            made.append(KernelTask(*task[:-1], times))
+        else:
+            kernel, start, stop, args = task
+            made.append((_timed, start, stop, (times, kernel, args)))
+    return made
 
 
 def _timed(start: int, stop: int, times: Times, kernel: Kernel, args: tuple[Any, ...]) -> None:

@@ -180,7 +180,7 @@ class DenseLayers:
             )
 
     def _count_writes(self) -> int:
-        return sum(table.writes for table in self.tables.values())
+        return sum([table.writes for table in self.tables.values()])
 
     def _is_written(self) -> bool:
         """Return whether the program has written tables since their last step or load."""

@@ -106,7 +106,7 @@ class TrainWatcher:
         """Return a number that changes with the rows' gradients: 0 without gradients, None if no batch is open."""
         if self._batch.step_batch is None:
             return None
-        return sum(1 + grad._version + id(grad) for grad in self._batch.gradients)
+        return sum([1 + grad._version + id(grad) for grad in self._batch.gradients])
 
     def backward(self, losses: Sequence[Tensor], version: int | None) -> None:
         """Record that `backward` on scalar losses has ended; `version` is the `gradients_version` before it."""

@@ -232,6 +232,6 @@ def test_tasks_are_timed_from_first_to_last():
     set_host_threads(3)
     times, done = [], np.zeros(64)
     before = time.perf_counter_ns()
-    run_tasks([timed(KernelTask(spin, 64, 1, 64, (10, done)), times), timed((spin, 0, 1, (10, done)), times)])
+    run_tasks(timed([KernelTask(spin, 64, 1, 64, (10, done)), (spin, 0, 1, (10, done))], times))
     assert len(times) >= 2
     assert before <= min(begin for begin, _ in times) <= max(end for _, end in times) <= time.perf_counter_ns()

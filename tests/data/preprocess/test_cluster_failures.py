@@ -353,7 +353,7 @@ def test_a_task_that_ends_its_workers(text, tmp_path, expected):
     with Processes(tmp_path / "dask") as processes:
         processes.start_scheduler(DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES="0")
         processes.start_worker(preload=REPLACED + dies + "job.run = run\n")
-        with pytest.raises(TransientError, match=r"^the task count-\S+ ended 1 worker in turn; they probably "):
+        with pytest.raises(TransientError, match=r"^the task (count-\S+|scale) ended 1 worker in turn; they probably "):
             make(text, tmp_path / "out", processes.address)
         processes.start_worker()
         make(text, tmp_path / "out", processes.address)
