@@ -8,6 +8,9 @@
     caches of 10%. The one table has the rows of the ten tables end to end, and the same uses.
 (d) Ten groups on a simulated device, whose step only waits, as long as the host works: a step at depth 2 takes at most
     1.15 x max(host, device), with caches of 10% and without. The caches' device work counts as the device's time.
+(e) A small step, which shows the cost of a step itself: (a) with 256 samples, bags of one id and D = 16 has at least
+    1.5x torch's samples per second. "outside" is the time of hostdev's step at depth 0 that is neither in its kernels
+    nor in a step of torch on rows that are already there.
 
 The parts of a comparison take turns; the results are medians, of the ratios too.
 """
@@ -15,9 +18,11 @@ The parts of a comparison take turns; the results are medians, of the ratios too
 import argparse
 import itertools
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +33,7 @@ from bench.bench_peers import Peer
 from bench.record import get_versions, make_parser, record
 from bench.simulated import FreeSlots, Simulated
 from bench.workload import draw_ids
+from hostdev.kernels.loops import COMPILED
 from hostdev.kernels.pool import host_threads
 from hostdev.runtime.reading import ReadAhead, Reading
 from hostdev.runtime.requests import Reader
@@ -40,7 +46,8 @@ CACHED_ROWS, CACHED_BATCHES = 5_000_000, 100
 SETTLE = 4
 CACHE = "10%"
 BAG_CASE = "64 10 Zipf"  # of the benchmark `bags`
-LIMITS = {"embedding_bag": 2.0, "fbgemm": 1.0, "groups": 1.10, "simulated": 1.15}
+SMALL, SMALL_DIM, SMALL_STEPS = 256, 16, 50  # samples, D, and steps of a turn
+LIMITS = {"embedding_bag": 2.0, "fbgemm": 1.0, "groups": 1.10, "simulated": 1.15, "small": 1.5}
 
 
 def zipf(rng: np.random.Generator, rows: int, n: int) -> np.ndarray:
@@ -68,11 +75,11 @@ class Top(nn.Module):
         return self.layers(torch.cat(pooled, 1)).squeeze(1)
 
 
-def torch_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor) -> Iterator[None]:
+def torch_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor, dim: int) -> Iterator[None]:
     """Train the model with torch's embeddings, step by step."""
     torch.manual_seed(0)
-    tables = nn.ModuleList(nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in range(TABLES))
-    top = Top(TABLES * DIM)
+    tables = nn.ModuleList(nn.EmbeddingBag(ROWS, dim, mode="sum", sparse=True) for _ in range(TABLES))
+    top = Top(TABLES * dim)
     sparse = torch.optim.SparseAdam(list(tables.parameters()), lr=1e-3)
     dense = torch.optim.Adam(top.parameters(), lr=1e-3)
     for ids in itertools.cycle(batches):
@@ -87,22 +94,37 @@ def torch_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor) -> Iter
         yield
 
 
-def hostdev_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor, depth: int) -> Iterator[None]:
+def hostdev_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor, dim: int, depth: int) -> Iterator[None]:
     """Train the same model with the tables in a runtime."""
     torch.manual_seed(0)
-    tables = [hostdev.HostTable(ROWS, DIM, hostdev.LazyAdam(lr=1e-3), name=f"t{i}") for i in range(TABLES)]
+    tables = [hostdev.HostTable(ROWS, dim, hostdev.LazyAdam(lr=1e-3), name=f"t{i}") for i in range(TABLES)]
     names = [f"f{i}" for i in range(TABLES)]
     runtime = hostdev.Runtime(
         {name: hostdev.Feature(table, pooling="sum") for name, table in zip(names, tables, strict=True)},
         device="cpu",
         depth=depth,
     )
-    top = Top(TABLES * DIM)
+    top = Top(TABLES * dim)
     dense = torch.optim.Adam(top.parameters(), lr=1e-3)
     for _, rows in runtime.train(
         itertools.cycle(batches), ids=lambda ids: dict(zip(names, ids, strict=True)), read_ahead=True
     ):
         loss = nn.functional.binary_cross_entropy_with_logits(top([rows[name] for name in names]), labels)
+        dense.zero_grad()
+        loss.backward()
+        dense.step()
+        yield
+
+
+def dense_steps(labels: torch.Tensor, dim: int) -> Iterator[None]:
+    """Train the dense layers alone, on rows [B, dim] of each table that get a gradient."""
+    torch.manual_seed(0)
+    rows = [torch.randn(len(labels), dim) for _ in range(TABLES)]
+    top = Top(TABLES * dim)
+    dense = torch.optim.Adam(top.parameters(), lr=1e-3)
+    while True:
+        leaves = [one.detach().requires_grad_() for one in rows]
+        loss = nn.functional.binary_cross_entropy_with_logits(top(leaves), labels)
         dense.zero_grad()
         loss.backward()
         dense.step()
@@ -126,14 +148,18 @@ def in_turn(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list
     return times
 
 
-def against_embedding_bag(size: int, steps: int, rounds: int) -> dict[str, float]:
+def draw_labels(size: int) -> torch.Tensor:
+    """Return labels, float32 [size]."""
+    return torch.from_numpy((np.random.default_rng(1).random(size) < 0.3).astype(np.float32))
+
+
+def against_embedding_bag(size: int, bag: int, dim: int, steps: int, rounds: int) -> dict[str, float]:
     """Measure (a)."""
-    batches = bags(TABLES, ROWS, size, BAG)
-    labels = torch.from_numpy((np.random.default_rng(1).random(size) < 0.3).astype(np.float32))
+    batches, labels = bags(TABLES, ROWS, size, bag), draw_labels(size)
     made = {
-        "torch": torch_steps(batches, labels),
-        "hostdev depth 0": hostdev_steps(batches, labels, 0),
-        "hostdev depth 2": hostdev_steps(batches, labels, 2),
+        "torch": torch_steps(batches, labels, dim),
+        "hostdev depth 0": hostdev_steps(batches, labels, dim, 0),
+        "hostdev depth 2": hostdev_steps(batches, labels, dim, 2),
     }
     for one in made.values():
         seconds(one, SETTLE)
@@ -144,6 +170,44 @@ def against_embedding_bag(size: int, steps: int, rounds: int) -> dict[str, float
     best = min(statistics.median(times[name]) for name in made if name != "torch")
     found["ratio"] = round(statistics.median(times["torch"]) / best, 3)
     return found
+
+
+def small(rounds: int) -> dict[str, float]:
+    """Measure (e)."""
+    found = against_embedding_bag(SMALL, 1, SMALL_DIM, SMALL_STEPS, rounds)
+    labels = draw_labels(SMALL)
+    ours, dense = hostdev_steps(bags(TABLES, ROWS, SMALL, 1), labels, SMALL_DIM, 0), dense_steps(labels, SMALL_DIM)
+    for one in (ours, dense):
+        seconds(one, SMALL_STEPS)
+    times = in_turn({"step": lambda: seconds(ours, SMALL_STEPS), "dense": lambda: seconds(dense, SMALL_STEPS)}, rounds)
+    with kernel_times() as spent:
+        seconds(ours, SMALL_STEPS)
+    ours.close()
+    parts = {name: 1e6 * statistics.median(values) for name, values in times.items()}
+    parts["kernels"] = sum(spent) / SMALL_STEPS / 1e3
+    parts["outside"] = parts["step"] - parts["dense"] - parts["kernels"]
+    return {f"{name} us": round(value) for name, value in parts.items()} | found
+
+
+@contextmanager
+def kernel_times() -> Iterator[list[int]]:
+    """Yield a list to which each call of a kernel from this thread adds its nanoseconds."""
+    thread, call, spent = threading.get_ident(), COMPILED.__call__, []
+
+    def timed(self: Any, *given: Any, **named: Any) -> Any:
+        if threading.get_ident() != thread:
+            return call(self, *given, **named)
+        begin = time.perf_counter_ns()
+        try:
+            return call(self, *given, **named)
+        finally:
+            spent.append(time.perf_counter_ns() - begin)
+
+    COMPILED.__call__ = timed
+    try:
+        yield spent
+    finally:
+        COMPILED.__call__ = call
 
 
 def against_fbgemm(rows: int, rounds: int) -> dict[str, float]:
@@ -282,7 +346,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, float]]] = {
-        "embedding_bag": lambda: against_embedding_bag(arguments.batch_size, arguments.steps, arguments.rounds),
+        "embedding_bag": lambda: against_embedding_bag(
+            arguments.batch_size, BAG, DIM, arguments.steps, arguments.rounds
+        ),
+        "small": lambda: small(arguments.rounds),
         "fbgemm": lambda: against_fbgemm(1_000_000, arguments.rounds),
         "groups": lambda: groups(arguments.steps, arguments.rounds, None),
         "groups, cached": lambda: groups(arguments.steps, arguments.rounds, CACHE),
@@ -294,7 +361,7 @@ def main() -> None:
         if name == "fbgemm" and not arguments.peers:
             continue
         results[name] = found = run()
-        limit, least = LIMITS[name.split(",")[0]], name in ("embedding_bag", "fbgemm")
+        limit, least = LIMITS[name.split(",")[0]], name in ("embedding_bag", "fbgemm", "small")
         met = found["ratio"] >= limit if least else found["ratio"] <= limit
         print(f"\n{name}")
         for what, value in found.items():
