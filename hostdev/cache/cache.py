@@ -329,7 +329,7 @@ class EmbeddingCache:
 
     def _saved(self, host: Costs) -> float:
         """Return the host nanoseconds that the cache has saved, not counting its planning."""
-        spent = sum(op.times.durations().total for op in (self.counting, self.announcing, self.planning))
+        spent = sum(op.times.total for op in (self.counting, self.announcing, self.planning))
         return _saved(self.planner.statistics, host) - spent
 
 

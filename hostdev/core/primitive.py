@@ -48,11 +48,6 @@ class Durations:
             self.latest = array("q")
         self.latest.append(nanoseconds)
 
-    @property
-    def total(self) -> int:
-        """The sum of all durations."""
-        return self._total + sum(self.latest)
-
     def copy(self) -> "Durations":
         """Return an independent copy."""
         made = Durations()
@@ -69,9 +64,8 @@ def statistics(each: Sequence[Durations]) -> dict[str, Any]:
     latest = [np.array(one.latest, np.int64) for one in each]
     earlier = [one._earlier for one in each if one._earlier is not None]
     us = np.concatenate(latest) / 1e3
-    count, total = sum(map(len, each)), float(us.sum())
+    count, total = sum(map(len, each)), float(us.sum()) + sum(one._total for one in each) / 1e3
     if earlier:
-        total = sum(one.total for one in each) / 1e3
         p50, p99 = _percentiles(np.sum([*earlier, *map(_histogram, latest)], axis=0), [50, 99])
     else:
         p50, p99 = np.percentile(us, [50, 99]).tolist()

@@ -80,10 +80,6 @@ class Timeline:
         """Return a context that times how long a stage waits for other stages."""
         return Stall(self.stall_ns, stage)
 
-    def device_was_busy(self, nanoseconds: int) -> None:
-        """Add to the device's busy time."""
-        self.device_busy_ns += nanoseconds
-
     def summary(self) -> dict[str, Any]:
         """Return all times in microseconds, and the overlap efficiency.
 

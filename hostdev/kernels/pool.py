@@ -331,17 +331,14 @@ def timed(tasks: Sequence[Task], times: Times) -> list[Task]:
 
     A KernelTask appends one pair whenever a thread has run some of its ranges.
     """
-    made: list[Task] = []
-    for task in tasks:
-        if isinstance(task, KernelTask):
-            made.append(KernelTask(*task[:-1], times))
-        else:
-            kernel, start, stop, args = task
-            made.append((_timed, start, stop, (times, kernel, args)))
-    return made
+    return [
+        KernelTask(*task[:-1], times) if isinstance(task, KernelTask) else (_timed, *task[1:3], (times, task))
+        for task in tasks
+    ]
 
 
-def _timed(start: int, stop: int, times: Times, kernel: Kernel, args: tuple[Any, ...]) -> None:
+def _timed(start: int, stop: int, times: Times, call: Call) -> None:
+    kernel, _, _, args = call
     begin = time.perf_counter_ns()
     kernel(start, stop, *args)
     times.append((begin, time.perf_counter_ns()))

@@ -17,7 +17,7 @@ def await_step(context: Context, batch: SteppedBatch) -> None:
     if batch.check is not None:
         batch.check.get()
     context.staging.await_event(batch.clocks[1] if context.staging.copies else None)
-    context.timeline.device_was_busy(context.staging.nanoseconds(*batch.clocks))
+    context.timeline.device_busy_ns += context.staging.nanoseconds(*batch.clocks)
 
 
 def receive_sums(context: Context, batch: SteppedBatch) -> None:
