@@ -35,7 +35,7 @@ TOP = (1024, 1024, 512, 256)
 
 
 class DLRM(FieldsModel):
-    """logit = top(b, <v_i, v_j> for i > j) with v_0 = b = bottom(dense), and v_1, v_2, ... rows of the table "vectors".
+    """logit = top(b, <v_i, v_j> for i > j) with v_0 = b = bottom(dense), and v_i the vector of column i.
 
     Args:
         schema: The data's schema.

@@ -20,7 +20,7 @@ TOWER = (64,)
 
 
 class SharedBottom(FieldsModel):
-    """output_k = tower_k(bottom(dense, v_1, v_2, ...)) for label k; v_1, v_2, ... are rows of the table "vectors".
+    """output_k = tower_k(bottom(dense, v_1, v_2, ...)) for label k; v_i is the vector of column i.
 
     Args:
         schema: The data's schema.

@@ -142,7 +142,7 @@ def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[Sto
     except DamagedError as error:
         return vocabulary, [str(error)]
     lines = []
-    for space in found.schema.spaces if not _is_version_1(found) else ():
+    for space in found.schema.spaces if not _shares_one_range(found) else ():
         if spaces[space.name] != space:
             here, there = (each.in_words() or "none" for each in (spaces[space.name], space))
             lines.append(f"{vocabulary.path}: the ids of {space.name!r} are {here}, not {there}; {REMEDY}")
@@ -155,8 +155,8 @@ def _format_kept(found: Manifest) -> str:
     return "" if earlier is None else f" ({earlier['ids']:,} kept from {earlier['path']})"
 
 
-def _is_version_1(found: Manifest) -> bool:
-    """Return whether a manifest with a vocabulary is of version 1, which does not record id ranges."""
+def _shares_one_range(found: Manifest) -> bool:
+    """Return whether all columns have the same range of ids, as in version 1, which does not record their ranges."""
     return len(found.schema.spaces) > 1 and len({(space.first, space.size) for space in found.schema.spaces}) == 1
 
 

@@ -27,7 +27,6 @@ from hostdev.checkpoint.manifest import (
     BrokenCheckpointError,
     CheckpointManifest,
     File,
-    Parent,
     SegmentEntry,
     SegmentState,
 )
@@ -247,11 +246,6 @@ def commit(partial: Path, name: str, content: CheckpointManifest) -> Checkpoint:
     partial.rename(path)
     sync_folder(path.parent)
     return Checkpoint(path, content)
-
-
-def make_parent(checkpoint: Checkpoint) -> Parent:
-    """Return the manifest entry by which an increment names this checkpoint as its parent."""
-    return Parent(name=checkpoint.name, sha256=checkpoint.manifest.checksum)
 
 
 def still_exists(checkpoint: Checkpoint) -> bool:

@@ -268,7 +268,8 @@ class AsyncWriter:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             with source.open("rb") as file:
                 others.append(_write(partial, name, iter(lambda: file.read(_PIECE), b"")))
-        parent: Parent | None = folder.make_parent(self._parent) if self._parent is not None else None
+        last = self._parent
+        parent = None if last is None else Parent(name=last.name, sha256=last.manifest.checksum)
         content = CheckpointManifest(
             step=self._step,
             serial=folder.new_serial(self._path),

@@ -27,7 +27,7 @@ from hostdev.core import locks
 from hostdev.core.errors import UserError
 
 _LONGEST = 240  # bytes of a hidden name, to which random digits may be appended
-_PARTIAL = re.compile(r"\.part(ial(-[0-9a-f]{8})?)?$")  # without digits: `new_file`; .part: earlier versions
+_PARTIAL = re.compile(r"\.part(ial(-[0-9a-f]{8})?)?$")  # with digits: `replacing`; .part: earlier versions
 _ABANDONED_SECONDS = 3600
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of a rename to an existing name
 

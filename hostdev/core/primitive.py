@@ -191,10 +191,7 @@ class OpLog:
         self._buffer.append((time.time(), line, nanoseconds))
         if len(self._buffer) >= _MOST_WAITING:
             self._writer.ask()
-            self._writer.wait_for(self._has_room)
-
-    def _has_room(self) -> bool:
-        return len(self._buffer) < _MOST_WAITING or not self.is_writing
+            self._writer.wait_for(lambda: len(self._buffer) < _MOST_WAITING or not self.is_writing)
 
     def _write(self) -> None:
         with contextlib.suppress(Exception):  # `check` raises it

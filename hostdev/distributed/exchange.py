@@ -132,7 +132,7 @@ class Exchange:
         ]
 
     def _require_here(self, received: AnyIds, pieces: Sequence[AnyIds]) -> None:
-        """Raise ValueError if a rank requests rows that this rank does not own, because kernels do not check ids.
+        """Raise ValueError if a rank requests rows that this rank does not have; the kernels would not check that.
 
         Args:
             received: All requested ids.

@@ -393,7 +393,7 @@ class KeyTable(HostTable, by_key=True):
         return KeyArrays(found.step, list(self.unknown_rows), *arrays)
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
-        """Return the sums of squares of the weights, in the order of `keys`."""
+        """Return what `kernels.norm.partial_squares` returns for the rows of `keys`, in their order."""
         return partial_squares(np.ascontiguousarray(self.weights)[:, None])
 
     def begin_snapshot(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> KeySnapshot:

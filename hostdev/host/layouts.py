@@ -26,7 +26,7 @@ from hostdev.kernels.rounding import SplitRows
 from hostdev.kernels.shards import get_inverse
 
 _READ_ONLY = (
-    "this is a read-only view of a table, which does not see writes to it; change the table's values within "
+    "this is a read-only view of a table, which would not notice a write to it; change the table's values within "
     "`with table.writing() as w:`, for example w.weights[...] = values"
 )
 _FILLED = 1 << 20  # rows of a rank's part that are filled at a time
@@ -34,7 +34,10 @@ _FILLED_BYTES = 1 << 26  # bytes of float32 weights that are filled and rounded 
 
 
 class ReadOnlyRows(np.ndarray[Any, np.dtype[np.float32]]):
-    """A read-only view of a table; writes raise a ValueError that says how to write. Computed results are plain."""
+    """A read-only view of a table; assignments and in-place arithmetic raise a ValueError that says how to write.
+
+    Results of arithmetic are ordinary arrays.
+    """
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._require_writeable()

@@ -72,8 +72,10 @@ class HostTable(WritableTable):
         storage: None for memory; or a `Disk`, which has the rows that do not fit in its memory. Results are the same.
         capacity: For a table by key: the maximum number of keys with a row, or the memory for all keys, such as
             "24GiB". None for what the free memory allows. Memory is taken as keys come.
-        admit: For a table by key: `MinCount` or `Probability`; None to give each key a row at once.
-        evict: For a table by key: `Unused`, `LeastRecent`, `LeastFrequent` or `SmallestNorm`; None to keep all keys.
+        admit: For a table by key: `MinCount`, `Probability`, or an `Admission` of your own; None to give each key a row
+            at once.
+        evict: For a table by key: `Unused`, `LeastRecent`, `LeastFrequent`, `SmallestNorm`, or an `Eviction` of your
+            own; None to keep all keys.
         unknown: For a table by key, what keys without a row read: "shared", the out-of-vocabulary row of their feature,
             which is trained; "zeros"; or "initial", each its own initial values, untrained until the key has a row.
 

@@ -1,4 +1,4 @@
-"""Writes of a host table: rows are edited, overwritten and updated; snapshots are taken of rows that were written.
+"""Writes of a host table: by the program (`writing`, `write_rows`) and by the optimizer; and snapshots of its rows.
 
 S and R: number of optimizer state columns with D values per row, and with one value per row.
 """

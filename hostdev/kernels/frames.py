@@ -289,7 +289,7 @@ def locate(rows, where, saved, positions, changed):
 
 @kernel
 def record_saved(frames, first, pins, saved, live, per_segment):
-    """Record that the rows of frames [N] were also written to the positions from `first` on.
+    """Record that the rows in frames [N], which stay there, were written to the disk, to positions from `first` on.
 
     Those that are not pinned count as unchanged from then on. The records of the others, which may change, are dead.
     """

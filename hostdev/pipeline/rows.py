@@ -47,6 +47,9 @@ class BatchRows:
         plan: The cache's plan, if there is a cache.
         places: The cache's slots for the plan's rows, on the device.
         mark: The event of the copy of `places` to the device.
+
+    Attributes:
+        step: The table's step, set by `begin_step`; None if the table takes no step with this batch.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class BatchRows:
             self._host.append(memory.buffer(len(plan.admitted), len(optimizer.row_slots)))
         self._sent = self._host  # the same tensors on the device
         self._marks: list[Any] = [mark] if mark is not None else []  # events in the staging's stream
-        self._step: TableStep | None = None  # None if the table takes no step with this batch
+        self.step: TableStep | None = None
         self._received: list[Tensor | None] = []  # bypassing rows' gradients, evicted rows' block and per-row state
         self._first: Tensor | None = None  # gradients of the rows to update first, if received first
         self._evicted: tuple[list[Tensor], Any] = ([], None)  # the evicted rows and their event
@@ -173,7 +176,7 @@ class BatchRows:
 
     def begin_step(self) -> None:
         """Begin and count a step of the table, to which the next `update` belongs."""
-        self._step = self._table.begin_step()
+        self.step = self._table.begin_step()
         self.embedding.begun += 1
 
     def update_cached(self, grads: Tensor, skip: Tensor | None) -> None:
@@ -185,12 +188,7 @@ class BatchRows:
         """
         self.begin_step()
         if self._places is not None:
-            self.embedding.cache_update(self._places, grads, *self._sent[1:], self._step, skip)
-
-    @property
-    def step(self) -> TableStep | None:
-        """The table's step, set by `begin_step`; None if the table takes no step with this batch."""
-        return self._step
+            self.embedding.cache_update(self._places, grads, *self._sent[1:], self.step, skip)
 
     @property
     def admitted(self) -> Tensor:
@@ -235,12 +233,12 @@ class BatchRows:
         """
         passed, evicted = self._split(subset)
         tasks: list[Task] = []
-        if self._step is not None:
+        if self.step is not None:
             grads, positions = self._received[0], passed.positions
             if first and self._first is not None:
                 grads, positions = self._first, None
             assert grads is not None
-            tasks += self._update.tasks(self._table, passed.ids, grads.numpy(), self._step, positions)
+            tasks += self._update.tasks(self._table, passed.ids, grads.numpy(), self.step, positions)
         if len(evicted.ids):
             block, row_slots = self._evicted[0]
             values = block.numpy(), row_slots.numpy()
@@ -249,7 +247,7 @@ class BatchRows:
 
     def updated(self) -> None:
         """Report the durations of the update and of the write-back, whose tasks have all run."""
-        if self._step is not None:
+        if self.step is not None:
             self._update.end()
         if self._places is not None:
             self._evict.end()

@@ -189,7 +189,7 @@ class Step:
 
     @property
     def last(self) -> Rows:
-        """The last micro-batch's rows; their `guard` covers the whole step."""
+        """The last micro-batch's rows; `Rows.guard`, called on these, checks the whole step."""
         return self.micro_batch(len(self.sizes) - 1)[1]
 
     def came(self, number: int) -> None:

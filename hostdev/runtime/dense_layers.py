@@ -147,7 +147,8 @@ class DenseLayers:
             one.settled = True
         if wrong and not self._is_written():
             self._is_fresh = False
-            warnings.warn(f"{wrong[-1].what}, but {self._name_tables()} at step {steps}. {_CURE}", stacklevel=3)
+            are = f"{_join(list(self.tables))} {'is' if len(self.tables) == 1 else 'are'}"
+            warnings.warn(f"{wrong[-1].what}, but {are} at step {steps}. {_CURE}", stacklevel=3)
 
     def before_load(self, module: torch.nn.Module) -> None:
         """Prepare for a state dict that replaces the parameters of a module."""
@@ -185,9 +186,6 @@ class DenseLayers:
     def _is_written(self) -> bool:
         """Return whether the program has written tables since their last step or load."""
         return self._count_writes() != self._writes
-
-    def _name_tables(self) -> str:
-        return f"{_join(list(self.tables))} {'is' if len(self.tables) == 1 else 'are'}"
 
     def _get_digest(self) -> bytes:
         digest = hashlib.blake2b()

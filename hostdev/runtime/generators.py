@@ -6,8 +6,10 @@ such as `numpy.random.default_rng(0)`, has no such streams: if the loader, `ids`
 the draws, and the state that a loop leaves, depend on how far ahead the loop reads. Therefore a loop reads ahead only
 if all three are known to have no random generator. This is known of containers of batches, torch's loaders, functions
 that use only data and other such functions, iterators from such functions with `yield` that have not begun, and objects
-that the program declares with `own_generators = False` or `read_ahead`. A random generator that a function creates
-itself is no problem: if a loop is left, the batches that it has read ahead from an iterator are kept.
+that the program declares with `own_generators = False` or `read_ahead`. A function uses what it names: globals, in the
+program's modules their attributes, and of the program's classes what their methods name. The modules and classes of
+installed packages count as having none. A random generator that a function creates itself is no problem: if a loop is
+left, the batches that it has read ahead from an iterator are kept.
 """
 
 import ctypes
@@ -33,9 +35,10 @@ from hostdev.core import registry
 LOADER_STATES = "loader_states"  # the kind of `reading.LoaderStates` in the registry; its names are loaders' modules
 _MOST_OBJECTS = 2000  # maximum number of objects that are searched, and of items of a container
 _DATA = (types.NoneType, str, bytes, int, float, complex, range, np.generic, pathlib.PurePath)
-_CODE = (type, types.ModuleType, operator.itemgetter, operator.attrgetter, operator.methodcaller)
+_CODE = (types.ModuleType, operator.itemgetter, operator.attrgetter, operator.methodcaller)
 _TORCH = (torch.Tensor, torch.dtype, torch.device)
 _LIBRARIES = ("hostdev", "numpy", "pandas", "pyarrow", "polars")  # their objects are data, except random generators
+_INSTALLED = {"site-packages", "dist-packages"}  # names of folders of installed packages
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -66,9 +69,7 @@ def get_generators(device: torch.device) -> list[Generator]:
     found: list[Generator] = [_Torch(torch.default_generator, "torch"), _NumPy(), _Python()]
     if device.type != "cpu":
         defaults = getattr(torch.get_device_module(device), "default_generators", ())
-        index = device.index or 0
-        if index < len(defaults):
-            found.append(_Torch(defaults[index], "device"))
+        found += [_Torch(one, "device") for one in defaults[device.index or 0 :][:1]]
     return found
 
 
@@ -191,19 +192,14 @@ def _raw() -> bytes:
         return ctypes.string_at(bits.ctypes.state_address, _WORDS * 4)
 
 
+@functools.cache
 def _is_known() -> bool:
     """Return whether this NumPy's Mersenne Twister has the memory layout that this module expects."""
-    global _known
-    if _known is None:
-        bits = np.random.MT19937(1)
-        bits.random_raw(7)
-        words = np.frombuffer(ctypes.string_at(bits.ctypes.state_address, _WORDS * 4), np.uint32)
-        state = bits.state["state"]
-        _known = bool((words[:-1] == state["key"]).all() and words[-1] == state["pos"])
-    return _known
-
-
-_known: bool | None = None
+    bits = np.random.MT19937(1)
+    bits.random_raw(7)
+    words = np.frombuffer(ctypes.string_at(bits.ctypes.state_address, _WORDS * 4), np.uint32)
+    state = bits.state["state"]
+    return bool((words[:-1] == state["key"]).all() and words[-1] == state["pos"])
 
 
 def _hash(data: bytes) -> int:
@@ -297,6 +293,8 @@ def _list_used(thing: Any) -> list[Any] | None:
         return [value for value in vars(thing).values() if isinstance(value, _GENERATORS)]
     if isinstance(thing, _CONTAINERS):
         return list(thing)
+    if isinstance(thing, type):
+        return _list_used_by_class(thing)
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, types.MethodType):  # the function of a compiled method, as those of NumPy, has no globals
@@ -314,13 +312,37 @@ def _list_used(thing: Any) -> list[Any] | None:
             own.append(cell.cell_contents)
     if thing.__module__.partition(".")[0] in (*sys.stdlib_module_names, *_LIBRARIES, "torch"):
         return own
-    return own + _list_globals(thing.__code__, thing.__globals__)
+    modules = [used for used in own if isinstance(used, types.ModuleType)]
+    return own + _list_globals(thing.__code__, thing.__globals__, modules)
 
 
-def _list_globals(code: types.CodeType, globals_: dict[str, Any]) -> list[Any]:
-    """Return the globals that a function's code names."""
+def _list_used_by_class(kind: type[Any]) -> list[Any]:
+    """Return what a class of the program shares between its objects: random generators, and what its methods name."""
+    shared = [value for base in kind.__mro__ if _is_of_program(base.__module__) for value in vars(base).values()]
+    functions = [getattr(value, "__func__", getattr(value, "fget", value)) for value in shared]
+    methods = [one for one in functions if isinstance(one, types.FunctionType)]
+    named = [used for one in methods for used in _list_globals(one.__code__, one.__globals__)]
+    return [value for value in shared if isinstance(value, _GENERATORS)] + named
+
+
+def _list_globals(code: types.CodeType, globals_: dict[str, Any], modules: Iterable[Any] = ()) -> list[Any]:
+    """Return the globals that a function's code names, and what it names in these and other modules of the program."""
     names = {name for inner in _list_codes(code) for name in inner.co_names}
-    return [globals_[name] for name in names if name in globals_]
+    found = [*modules, *(globals_[name] if name in globals_ else sys.modules.get(name) for name in names)]
+    seen: set[int] = set()
+    for module in found:  # which grows: a module's attribute may be a module
+        if isinstance(module, types.ModuleType) and id(module) not in seen and _is_of_program(module.__name__):
+            seen.add(id(module))
+            found += [vars(module)[name] for name in names if name in vars(module)]
+    return found
+
+
+def _is_of_program(module: str) -> bool:
+    """Return whether a module belongs to the program, not to Python or to an installed package."""
+    if module.partition(".")[0] in (*sys.stdlib_module_names, *_LIBRARIES, "torch"):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return _INSTALLED.isdisjoint(pathlib.PurePath(file).parts)
 
 
 def _list_codes(code: types.CodeType) -> list[types.CodeType]:

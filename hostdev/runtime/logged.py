@@ -201,7 +201,8 @@ class Logged:
         """
         missing = [name for name in _METHODS if not callable(getattr(writer, name, None))]
         if missing:
-            more = "; for MLflow, give hostdev.tracking.MLflowWriter()" if "mlflow" in _module_of(writer) else ""
+            modules = str(getattr(writer, "__name__", "")) + type(writer).__module__
+            more = "; for MLflow, give hostdev.tracking.MLflowWriter()" if "mlflow" in modules else ""
             raise TypeError(
                 f"log_to needs a writer with the methods {' and '.join(_METHODS)}, such as SummaryWriter of "
                 f"torch.utils.tensorboard; {writer!r} lacks {' and '.join(missing)}{more}"
@@ -215,7 +216,3 @@ class Logged:
 
     def _add_log(self, make: Callable[[], RuntimeLog]) -> None:
         raise NotImplementedError
-
-
-def _module_of(writer: object) -> str:
-    return str(getattr(writer, "__name__", "")) + type(writer).__module__

@@ -199,7 +199,8 @@ class TrainLoop(Loop[Item]):
     def __iter__(self) -> LoopStatement[Item]:
         """Return an iterator for one `for` statement; drop gradients that the previous one left without a step."""
         statement = super().__iter__()
-        if self.is_left and self._has_left_gradients():
+        has_batch = self.is_left and self._batch.step_batch is not None
+        if has_batch and self._batch.has_gradients() and not self._was_stepped():
             self._runtime.loops.left.note(self._position)
             self._runtime.loops.left.report()
             self.drop_gradients()
@@ -230,10 +231,6 @@ class TrainLoop(Loop[Item]):
         if batch.reduction is not None and not batch.is_reduced():
             return False
         return bool(self.watcher.steps.stepped) and not batch.micros and batch.has_gradients()
-
-    def _has_left_gradients(self) -> bool:
-        """Return whether the body's batch has gradients, but no step."""
-        return self._batch.step_batch is not None and self._batch.has_gradients() and not self._was_stepped()
 
     def _end_batch(self, *, closing: bool = False) -> None:
         if any(leaf.grads() for leaf in self._late):

@@ -208,10 +208,13 @@ class _Origin:
 
     Args:
         plain: Whether the rows already have gradients from losses that were not scaled.
+
+    Attributes:
+        has_scaled: Whether some gradients come from scaled losses.
     """
 
     def __init__(self, *, plain: bool) -> None:
-        self._plain, self._scaled = plain, False
+        self._plain, self.has_scaled = plain, False
         self._inside = 0  # running backward passes of scaled losses
 
     def expect(self, losses: Any) -> None:
@@ -224,14 +227,9 @@ class _Origin:
         """Watch for the gradients of a tensor."""
         parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
 
-    @property
-    def has_scaled(self) -> bool:
-        """Whether some gradients come from scaled losses."""
-        return self._scaled
-
     def is_scaled(self) -> bool:
         """Return whether the gradients come from scaled losses, as far as known; raise ValueError if only some do."""
-        if self._plain and self._scaled:
+        if self._plain and self.has_scaled:
             raise ValueError(
                 "the gradients of the rows come from scaled and from unscaled losses; scale all losses of a step"
             )
@@ -239,7 +237,7 @@ class _Origin:
 
     def forget(self) -> None:
         """Forget the gradients so far."""
-        self._plain = self._scaled = False
+        self._plain = self.has_scaled = False
 
     def _enter(self, _: Tensor) -> None:
         self._inside += 1
@@ -250,7 +248,7 @@ class _Origin:
 
     def _note_gradient(self, _: Tensor) -> None:
         if self._inside:
-            self._scaled = True
+            self.has_scaled = True
         else:
             self._plain = True
 

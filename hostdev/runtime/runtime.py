@@ -247,10 +247,10 @@ class Runtime(Logged, FrameworkLoaders):
                 backward pass has computed it, as DistributedDataParallel does, instead of in `reduce`. If so, until
                 `reduce` nothing may change the gradient, and the loop must not be left.
             read_ahead: Maximum number of batches to read ahead of the body, or True for `depth` steps, plus the window
-                of a cache that looks ahead; a step has `accumulate` or `micro_batches` batches. 0 reads a step's
-                batches when the loop goes on to that step. None means True if the loader, `ids` and `send` are known to
-                have no random generators of their own: lists, torch's loaders, functions that use only data, also with
-                `yield`, and objects that declare `own_generators = False`; else 0, with a warning.
+                of a cache that looks ahead or of a table on disk; a step has `accumulate` or `micro_batches` batches. 0
+                reads a step's batches when the loop goes on to that step. None means True if the loader, `ids` and
+                `send` are known to have no random generators of their own: lists, torch's loaders, functions that use
+                only data, also with `yield`, and objects that declare `own_generators = False`; else 0, with a warning.
             background: Read batches in another thread. The loader, `ids` and `send` must then not draw from random
                 number generators, write to memory that they have returned, or share objects with the body.
 

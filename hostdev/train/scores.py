@@ -125,13 +125,11 @@ class Scores:
         runs = [*self._runs[0], *self._runs[1]]
         negatives = len(self._runs[0])
 
-        def rows_below(key: int) -> int:
-            return sum(run.below(key, file) for run in runs)
-
         low, at = _FIRST, [0] * len(runs)
         twice = before = 0  # before: negatives in earlier ranges
         while low < _END:
-            fitting = bisect_right(range(low + 1, _END + 1), sum(at) + self._block, key=rows_below)
+            within, most = range(low + 1, _END + 1), sum(at) + self._block
+            fitting = bisect_right(within, most, key=lambda key: sum(run.below(key, file) for run in runs))
             high = low + max(1, fitting)
             ends = [run.below(high, file) for run in runs]
             counts = [end - start for start, end in zip(at, ends, strict=True)]

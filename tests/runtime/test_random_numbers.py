@@ -2,8 +2,11 @@
 
 import contextlib
 import functools
+import importlib
+import json
 import random
 from random import randrange
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -26,6 +29,12 @@ DRAWS = {
     "random": lambda: [random.randrange(ROWS) for _ in range(SIZE)],
     "all": lambda: torch.randint(0, ROWS, (SIZE,)) // 2 + random.randrange(50) + np.random.randint(50),
 }
+
+
+class Fields(NamedTuple):
+    """A batch as programs name its parts."""
+
+    ids: np.ndarray
 
 
 class Drawing(Dataset):
@@ -396,6 +405,49 @@ def test_what_is_read_ahead():
         assert find_unknown(BATCHES, [None, function]) is unknown
     later = None
     assert later is None
+
+
+def test_what_is_named_in_the_modules_of_a_program(tmp_path, monkeypatch):
+    """A module is code; what a function names in it is used. So are a class's methods, and what its objects share."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "package_of_program").mkdir()
+    (tmp_path / "package_of_program/__init__.py").write_text("")
+    (tmp_path / "package_of_program/drawing.py").write_text(
+        "import numpy as np\nimport random\nimport package_of_program.drawing as itself\n"
+        "rng = np.random.default_rng(0)\n"
+        "SCALE = 2\n"
+        "def scaled(batch): return np.random.rand() + random.random() + SCALE * len(batch)\n"
+        "def draw(batch): return itself.rng.integers(batch)\n"
+        "class Scaled:\n    factor: int = SCALE\n    def __call__(self, batch): return scaled(batch) * self.factor\n"
+        "class Shared:\n    rng = rng\n"
+        "class Drawing(Scaled):\n    @staticmethod\n    def draw(batch): return rng.integers(batch)\n"
+    )
+    program = importlib.import_module("package_of_program")
+    drawing = importlib.import_module("package_of_program.drawing")
+
+    def inside(batch):
+        import package_of_program.drawing as here
+
+        return here.rng.integers(batch)
+
+    known = [
+        lambda batch: drawing.scaled(batch),
+        lambda batch: (drawing.Scaled()(batch), drawing.SCALE, drawing.np.random.rand(), torch.rand(1), json.dumps(1)),
+        lambda batch: program.drawing.scaled(batch),
+        lambda batch: (Fields(batch), pytest.approx(batch)),
+        lambda batch: np.random.default_rng(0),
+    ]
+    assert [find_unknown(BATCHES, [function]) for function in known] == [None] * len(known)
+    for function in [
+        lambda batch: drawing.rng.integers(batch),
+        lambda batch: program.drawing.rng.integers(batch),
+        lambda batch: drawing.draw(batch),
+        lambda batch: drawing.Shared.rng.integers(batch),
+        lambda batch: drawing.Drawing.draw(batch),
+        lambda batch: [drawing.Drawing().draw(one) for one in batch],
+        inside,
+    ]:
+        assert find_unknown(BATCHES, [None, function]) is drawing.rng
 
 
 def test_a_loop_says_once_that_it_does_not_read_ahead():

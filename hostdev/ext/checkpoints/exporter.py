@@ -37,7 +37,8 @@ class Exporter:
         """Write a checkpoint's files into an empty folder; return lines to print.
 
         Args:
-            chain: The checkpoint, last, after its parents; all checksums are right.
+            chain: The checkpoint, last, after its parents; all checksums are right. `hostdev.open(chain[-1].path)`
+                returns its tables with their current rows.
             out: The folder, under a temporary name until this method has returned.
             arguments: The parsed options.
         """

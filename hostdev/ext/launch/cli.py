@@ -87,7 +87,7 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
                     preexec_fn=die_with_parent if sys.platform == "linux" else None,
                 )
             except OSError as error:
-                raise UserError(f"{full_command[0]} cannot be started: {error.strerror}") from None
+                raise UserError(f"{full_command[0]} cannot be started: {error.strerror}; check the command") from None
             processes.append(process)
             if rank == 0:
                 showing.append(threading.Thread(target=_show, args=(process.stdout, log), daemon=True))

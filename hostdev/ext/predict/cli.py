@@ -11,7 +11,7 @@ from hostdev.core.errors import UserError, in_words
 from hostdev.ext.predict import WHICH
 
 PROG = "hostdev.predict"
-HELP = "write probabilities for the rows of a file"
+HELP = "write the predictions for the rows of a file"
 
 
 def add_checkpoint(to: cli.Parser, missing: str) -> None:

@@ -19,7 +19,7 @@ from hostdev.ext.serving.refused import RefusedError, bad, too_large
 PIECE_BYTES = 1 << 16  # parsed at a time, in a few milliseconds
 _PIECE_VALUES = 4096  # values of an answer that are written at a time
 _SPACES = b" \t\n\r"
-_MOST_DEPTH = 256  # the deepest nesting of texts that are parsed in pieces
+_MOST_DEPTH = 256  # the deepest nesting of a text above PIECE_BYTES; deeper ones are refused
 # Bytes that Python needs, at most, for an object of one entry, for an array, for a text without its characters (each
 # with its place in a container), and for each character of a number.
 _OBJECT_BYTES, _ARRAY_BYTES, _TEXT_BYTES, _NUMBER_BYTES = 240, 96, 96, 12

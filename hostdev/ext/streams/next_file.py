@@ -18,7 +18,7 @@ from hostdev.ext.streams.state import FileLogs, FollowState, Pending
 from hostdev.ext.streams.watcher import AHEAD, Look, Watcher
 
 _SECONDS = 0.1  # between two checks for a signal
-_SPARE = 1024  # names of removed files that are kept before they are forgotten
+_SPARE = 1024  # with more names of removed files than this, all of them are forgotten
 
 Wait = Callable[[str], bool]
 
