@@ -37,7 +37,8 @@ _MOST_OBJECTS = 2000  # maximum number of objects that are searched, and of item
 _DATA = (types.NoneType, str, bytes, int, float, complex, range, np.generic, pathlib.PurePath)
 _CODE = (types.ModuleType, operator.itemgetter, operator.attrgetter, operator.methodcaller)
 _TORCH = (torch.Tensor, torch.dtype, torch.device)
-_LIBRARIES = ("hostdev", "numpy", "pandas", "pyarrow", "polars")  # their objects are data, except random generators
+# Packages whose objects are data, or do not draw, except random generators.
+_LIBRARIES = ("hostdev", "numpy", "pandas", "pyarrow", "polars", "datetime", "decimal", "logging", "re", "_thread")
 _INSTALLED = {"site-packages", "dist-packages"}  # names of folders of installed packages
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -413,9 +413,13 @@ def test_what_is_named_in_the_modules_of_a_program(tmp_path, monkeypatch):
     (tmp_path / "package_of_program").mkdir()
     (tmp_path / "package_of_program/__init__.py").write_text("")
     (tmp_path / "package_of_program/drawing.py").write_text(
-        "import numpy as np\nimport random\nimport package_of_program.drawing as itself\n"
+        "import datetime, logging, random, re, threading\nimport numpy as np\n"
+        "import package_of_program.drawing as itself\n"
         "rng = np.random.default_rng(0)\n"
         "SCALE = 2\n"
+        "log, words, lock = logging.getLogger('program'), re.compile('[a-z]+'), threading.Lock()\n"
+        "noon = datetime.time(12)\n"
+        "def logged(batch): return log.debug(words.findall(str(noon))), lock.locked()\n"
         "def scaled(batch): return np.random.rand() + random.random() + SCALE * len(batch)\n"
         "def draw(batch): return itself.rng.integers(batch)\n"
         "class Scaled:\n    factor: int = SCALE\n    def __call__(self, batch): return scaled(batch) * self.factor\n"
@@ -433,7 +437,7 @@ def test_what_is_named_in_the_modules_of_a_program(tmp_path, monkeypatch):
     known = [
         lambda batch: drawing.scaled(batch),
         lambda batch: (drawing.Scaled()(batch), drawing.SCALE, drawing.np.random.rand(), torch.rand(1), json.dumps(1)),
-        lambda batch: program.drawing.scaled(batch),
+        lambda batch: (program.drawing.scaled(batch), drawing.logged(batch)),
         lambda batch: (Fields(batch), pytest.approx(batch)),
         lambda batch: np.random.default_rng(0),
     ]
