@@ -1,4 +1,4 @@
-"""Batches, which hold the samples of one step; and rows of memory-mapped shards, from which they are gathered."""
+"""Batches, which hold the samples of one step; and the rows of memory-mapped shards that batches are gathered from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class Batch:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Return the samples of batches with the same columns as one batch, without weights, or a single batch as it is."""
+    """Join batches with equal columns into one, without samples' weights; return a single batch unchanged."""
     if len(batches) == 1:
         return batches[0]
     bags = {

@@ -53,7 +53,7 @@ class RemoteFiles:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(path)
         with replacing(path) as part:
-            if sha256 is None:  # data sets of the first version
+            if sha256 is None:  # data sets of the first version have no checksum of the vocabulary
                 self.store.fetch(name, part)
             else:
                 self.use(name, sha256, partial(_link_or_copy, sha256=sha256, to=part))
@@ -72,7 +72,7 @@ def _link_or_copy(copy: Path, sha256: str, to: Path) -> None:
 
 def describe_place(root: Path) -> str:
     """Describe where a data set is; if it is in a store, also where its copies are and how large they may be."""
-    from hostdev.core.memory import format_bytes  # imports NumPy
+    from hostdev.core.memory import format_bytes  # not at the top, because it imports NumPy
 
     files = RemoteFiles.find(root)
     if files is None:
@@ -99,7 +99,10 @@ def refresh(folder: Path, address: str) -> None:
 
 
 def pin(root: Path) -> Path:
-    """Return a folder with the current manifest and vocabulary, unaffected by later changes of a store."""
+    """Return a folder with the manifest in `root` and its vocabulary, which later changes of a store do not affect.
+
+    If `root` is not in a store, return it unchanged.
+    """
     address = address_of(root)
     if address is None:
         return root
@@ -111,7 +114,7 @@ def pin(root: Path) -> Path:
 
 
 def _place_vocabulary(files: RemoteFiles, content: bytes, folder: Path) -> None:
-    """Copy the vocabulary that a manifest names, unless an intact copy is there."""
+    """Copy the vocabulary that a manifest names, unless `folder` has an intact copy."""
     try:
         found = json_files.loads(content)
         name, sha256 = found["vocabulary"], found.get("vocabulary_sha256")

@@ -33,13 +33,13 @@ _OPTIONS: dict[str, Any] = {
     "bags": dict[str, str | None],
     "threshold": int | None,
 }
-_SCALES = ("dense_max", "dense_mean", "dense_deviation")  # a value for each numeric column
-CLIP = "dense_clip"  # limits by column
+_SCALES = ("dense_max", "dense_mean", "dense_deviation")  # each has a value for each numeric column
+CLIP = "dense_clip"  # two limits for each column that has them
 SCALING_STATISTICS = (*_SCALES, CLIP)
 STATISTICS_OF = {"max": _SCALES[:1], "log": _SCALES[:1], "standard": _SCALES[1:]}
 BY_COLUMN = "by column"  # numeric columns have different scalings, given by options.scaling
 _ALL = {**STATISTICS_OF, BY_COLUMN: SCALING_STATISTICS}
-UNKNOWN, APART, SQUEEZED = "out_of_vocabulary_by_column", "apart", "squeezed"  # statistics in the manifest
+UNKNOWN, APART, SQUEEZED = "out_of_vocabulary_by_column", "apart", "squeezed"  # names of statistics in the manifest
 PADDED = "padded"  # statistic: for each bag, a likely padding value and its share of the bag's training values
 _MOST_UNKNOWN = 0.5  # warn if the share of unknown values in test rows exceeds this and twice that in training rows
 FORMAT = "hostdev-shards"

@@ -33,7 +33,7 @@ STRUCTURES = ("stacked", "parallel")
 class DCN(FieldsModel):
     """Cross layers x_{l+1} = x_0 * (W_l x_l + b_l) + x_l, with * elementwise and x_0 = (dense, v_1, v_2, ...) [B, n].
 
-    The logit is last(deep(x_L)) if stacked, last(x_L, deep(x_0)) if parallel.
+    v_i is the vector of column i. The logit is last(deep(x_L)) if stacked, last(x_L, deep(x_0)) if parallel.
 
     Args:
         schema: The data's schema.

@@ -299,7 +299,7 @@ def test_the_picture(tmp_path, monkeypatch, misses, labels):
 def test_sizes_of_memory():
     sizes = {"16GiB": 16 << 30, "1.5 MiB": 3 << 19, "2KB": 2000, "3g": 3 << 30, "77": 77, "1e3": 1000}
     assert {text: parse_bytes(text) for text in sizes} == sizes
-    for text in ("", "GiB", "-1", "nan", "1 XB", "infGiB"):
+    for text in ("", "GiB", "-1", "nan", "1 XB", "infGiB", "5GKB", "5 GiB MiB"):
         with pytest.raises(UserError, match="a size must be"):
             parse_bytes(text)
 

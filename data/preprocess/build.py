@@ -1,8 +1,9 @@
 """Build a data set in two passes: learn from the training rows, then encode all rows into shards.
 
-The source is read once: the first pass parses it into pieces on disk, which the second pass reads. If the process
-is interrupted, finished work is kept, and the same command continues from it. The result depends only on the rows
-and the options. In the end, the counts of all pieces are checked, and the manifest is written.
+The source is read once: the first pass parses it into pieces on disk, and the second pass reads the pieces. Between
+the passes, the number of rows in each split is checked. The manifest is written last. If the process is interrupted,
+finished work is kept, and the same command continues from it. The result depends only on the rows, the options and
+the earlier data set.
 """
 
 import json
@@ -44,7 +45,7 @@ from hostdev.kernels.pool import host_threads
 
 
 class ManifestWriter:
-    """Writes the manifest of a data set from the facts of its pieces, which are in the order of the rows."""
+    """Writes the manifest of a data set from the `Facts` of its pieces, given in the order of the rows."""
 
     def __init__(self, space: Workspace, facts: Sequence[Facts]) -> None:
         self._source, self._options, self._earlier = space.source, space.options, space.earlier
@@ -53,7 +54,8 @@ class ManifestWriter:
     def rows(self) -> dict[str, int]:
         """Return the number of rows of each split.
 
-        Raises UserError if a required split is empty, or no label is positive by a --positive rule.
+        Raises UserError if there are no rows; if a split is empty (except "test" with a fraction of 0); or, without an
+        earlier data set, if a --positive rule makes no row positive.
         """
         rows = {split: sum(fact.rows[i] for fact in self._facts) for i, split in enumerate(self._splits)}
         total = sum(rows.values())
@@ -82,10 +84,10 @@ class ManifestWriter:
         Args:
             paths: The files of the pieces.
             learned: The result of `Learning.run`.
-            shards: The results of `make_shard` by split, in order.
+            shards: The results of `second_pass.make_shard` by split, in order.
         """
         rows, schema = self.rows(), schemas.from_json(learned["schema"])
-        lines: Counter[int] = Counter()  # lines of each input before the piece, which numbers its own from 1
+        lines: Counter[int] = Counter()  # by input: number of lines before the piece, whose own numbering starts at 1
         with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
             for path, fact in zip(paths, self._facts, strict=True):
                 before = lines[fact.end.input]
@@ -124,7 +126,7 @@ class ManifestWriter:
         return manifest
 
     def _kinds(self) -> dict[str, Any]:
-        """Return the manifest's entry about types and text forms of columns with ids; empty if the source has none."""
+        """Return the manifest's entry `kinds`: types and text forms of columns with ids; empty if none are recorded."""
         forms: dict[str, dict[int, frozenset[int]]] = {}
         for fact in self._facts:
             for name, found in fact.forms.items():
@@ -170,11 +172,12 @@ def build(
     """Write a data set into the new folder `out` and return its manifest.
 
     The folder gets its name only when it is complete. After an interruption or a TransientError, the finished work
-    stays next to `out` for the next call with the same arguments; after a UserError, it is removed.
+    stays next to `out` for the next call with the same arguments, unless an input can be read only once. After a
+    UserError, the finished work is removed.
 
     Args:
         threads: Number of threads, or None for the number that host kernels use.
-        earlier: A data set whose ids and scaling are reused; new values get higher ids.
+        earlier: A data set whose ids and scaling are reused. Values without an id get higher ids, unless it is frozen.
 
     Raises:
         UserError: `out` exists; `source` and `options` differ from `earlier` in columns, scaling or the kind of ids;
@@ -207,7 +210,7 @@ def _find_blocks(source: Source, start: SourcePosition) -> Iterator[InputRange |
 
 
 def find_splits(source: Source, options: Options) -> tuple[str, ...]:
-    """Return the names of the splits: train, test and, if rows are chosen for it, validation."""
+    """Return the names of the splits: train, test and, if the source or the options choose rows for it, validation."""
     has_validation = source.has_validation or options.validation_fraction is not None
     return SPLITS if has_validation else SPLITS[:2]
 
@@ -223,8 +226,10 @@ class Preparation:
     """The preparation of a data set, by tasks that threads of this process or workers of a cluster run.
 
     Args:
-        space: What the tasks share.
-        entries: The journal's entries.
+        space: The workspace that the tasks share.
+        work: The work folder, which has the journal.
+        executor: Runs the tasks.
+        entries: The journal's entries from an interrupted call.
     """
 
     def __init__(
@@ -237,16 +242,17 @@ class Preparation:
     def first_pass(self, survey: Survey | None = None) -> FirstPass:
         """Return the first pass, to be run before `finish`.
 
-        `survey` has estimates of the earlier data set's values, if these will be in memory with the rows' values.
+        `survey` has estimates of the earlier data set's values. It is None if they will not be in memory together with
+        the new values.
         """
-        # The size of a vocabulary is not known yet.
+        # The vocabulary's size is not known yet, so the memory check assumes the smaller id type.
         id_type = "int32" if self._space.hashed is None else self._space.hashed.schema.id_type
         executor, rows_per_shard = self.runner.executor, self._options.rows_per_shard
         how = self._layout, rows_per_shard, executor.sharing, id_type, len(self._splits), executor.memory, survey
         return FirstPass(self._space, self.runner, MemoryCheck(*how))
 
     def finish(self, first: FirstPass) -> Manifest:
-        """Learn scaling and vocabulary, and write shards and manifest."""
+        """Learn scaling and vocabulary, and write shards and manifest; return the manifest."""
         space, facts = self._space, first.facts
         outcome = ManifestWriter(space, facts)
         rows = outcome.rows()
@@ -279,8 +285,8 @@ class Preparation:
     def _collect(self, shards: dict[str, list[Result]]) -> None:
         """Link the vocabulary and the shards into the data set's folder, unless the tasks wrote them there.
 
-        The files stay where they were for a command that is repeated after an interruption. On a file system without
-        hard links, they are copied.
+        The original files are kept, because a command that is repeated after an interruption needs them. On a file
+        system without hard links, the files are copied.
         """
         folder = self._space.path(result_name(""))
         if folder == self._work.result:
@@ -296,7 +302,7 @@ class Preparation:
                 shutil.copyfile(folder / name, path)
 
     def _is_sound(self, kind: str, result: Result) -> bool:
-        """Return whether a journal's result is valid for this kind of task; only some kinds are checked."""
+        """Return whether a result in the journal is valid for its kind of task; only the kinds below are checked."""
         layout = self._layout
         try:
             if kind == "piece":
@@ -326,7 +332,7 @@ class Preparation:
 
 @dataclass(frozen=True, kw_only=True)
 class _Made(Shard):
-    """The journal's entry of a written shard, a result of `make_shard`.
+    """The journal's entry of a written shard, a result of `second_pass.make_shard`.
 
     Attributes:
         out: Number of out-of-vocabulary occurrences in each column with ids.

@@ -29,7 +29,7 @@ from hostdev.data.preprocess.stored import (
 from hostdev.kernels.arrays import Array
 
 _NO_CHECKSUM = "no checksum recorded"
-_SHOWN = 40  # characters shown of a value
+_SHOWN = 40  # maximum characters of a value in the report
 _CLOSE = 1e-9  # relative tolerance for means, as their last bits depend on the order of summation
 
 
@@ -74,11 +74,11 @@ def run(folder: Path) -> None:
 
 
 def check(folder: Path) -> Report:
-    """Read every file of a data set and report all findings; raise UserError if the folder has no manifest."""
+    """Read every file of a data set and report all findings; raise UserError without a manifest or enough memory."""
     report = Report()
     path = folder / manifest.FILE_NAME
     if not path.is_file():
-        manifest.read(folder)  # raises the error
+        manifest.read(folder)  # raises UserError, because there is no manifest
     try:
         found = manifest.read(folder)
     except UserError as error:
@@ -128,7 +128,8 @@ def _check_rejected(folder: Path, found: Manifest, report: Report) -> None:
 def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[StoredVocabulary | None, list[str]]:
     """Open the vocabulary; return it and the findings about its id ranges.
 
-    Returns None for the vocabulary if ids are hashed, or if the file is unreadable, which is added to the report.
+    Returns None for the vocabulary if ids are hashed, or if the file is missing or damaged. A missing or damaged file
+    is added to the report.
     """
     if found.vocabulary is None:
         return None, []
@@ -150,20 +151,21 @@ def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[Sto
 
 
 def _format_kept(found: Manifest) -> str:
-    """Format the number of ids kept from an earlier data set; return "" if there is none."""
+    """Format the number of ids kept from an earlier data set; return "" if there is no earlier data set."""
     earlier = recorded(found)
     return "" if earlier is None else f" ({earlier['ids']:,} kept from {earlier['path']})"
 
 
 def _shares_one_range(found: Manifest) -> bool:
-    """Return whether all columns have the same range of ids, as in version 1, which does not record their ranges."""
+    """Return whether several id spaces have the same range, as in manifests of version 1, which record no ranges."""
     return len(found.schema.spaces) > 1 and len({(space.first, space.size) for space in found.schema.spaces}) == 1
 
 
 def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: Array | None) -> Iterator[str]:
     """Yield the findings about a vocabulary's values and counts.
 
-    `counts` [ids] has the number of occurrences of each id, counted in the training rows; None if it is unknown.
+    `counts` [ids] has the number of occurrences of each id, counted in the training rows; None if it is unknown. The
+    counts of the numeric columns' ids are overwritten.
     """
     path, fixed = vocabulary.path, found.schema.first_value
     values = vocabulary.table["value"]

@@ -51,7 +51,7 @@ def parser(prog: str = PROG) -> cli.Parser:
 
 
 def _add(commands: Any, name: str, what: str, flags: type[ConversionFlags]) -> cli.Parser:
-    """Add a command that prepares a data set, and return its parser; `flags` are the command's options."""
+    """Add a command that prepares a data set, and return its parser; `flags` is the class of its options."""
     made: cli.Parser = commands.add_parser(name, help=what, allow_abbrev=False)
     made.set_defaults(flags=flags)
     made.inputs["files"] = partial(require_input, said="{}: no such file")

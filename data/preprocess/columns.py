@@ -31,8 +31,8 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _BINARY = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
 TEXT_OR_WHOLE = "text or integers"  # a result of `get_written_form`
-_FEW_LABELS = 20  # `distinct_numbers` examines at most this many distinct values
-_SHOWN = 40  # characters of a wrong value in a message
+_FEW_LABELS = 20  # `distinct_numbers` returns none if there are more distinct values
+_SHOWN = 40  # maximum characters of an invalid value in a message
 NO_INTEGER = "is not an integer; categorical values must be integers or text"
 
 
@@ -67,34 +67,33 @@ def reject(wrong: Mask, describe: Callable[[int], str]) -> None:
 
 
 def check_text(array: pa.Array) -> None:
-    """Check an array of any type.
+    """Check that an array of any type is valid, and that its texts are UTF-8.
 
     Raises WrongValueError if a text, in the array or in its lists, is not UTF-8, and pa.ArrowInvalid for other damage.
     """
     try:
         array.validate(full=True)
-        return
     except pa.ArrowInvalid:
         if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
-        if (kind := classify_type(array.type)) not in ("text", "list"):
+            check_text(array.dictionary_decode())
+        elif (kind := classify_type(array.type)) == "list":
+            with in_lists(list_lengths(array)):
+                check_text(array.flatten())
+        else:
+            if kind == "text":
+                cast(array.cast(_BINARY.get(array.type, array.type)), pa.string(), "text in UTF-8")
             raise
-    if kind == "text":
-        cast(array.cast(_BINARY.get(array.type, array.type)), pa.string(), "text in UTF-8")
-        return
-    with in_lists(list_lengths(array)):
-        check_text(array.flatten())
 
 
 def combined(array: Any) -> pa.Array:
     """Return an array unchanged, and a chunked array as a single array."""
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-    return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array  # older pyarrows return a chunked array
+    return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array  # still chunked with older pyarrows
 
 
 @contextmanager
 def in_lists(lengths: npt.NDArray[Any]) -> Iterator[None]:
-    """In a WrongValueError about a value of concatenated lists, replace the value's index by the row of its list."""
+    """Replace the `row` of a WrongValueError, an index into concatenated lists, with the row of the list at fault."""
     try:
         yield
     except WrongValueError as error:
@@ -128,7 +127,7 @@ class Positive:
 
     @staticmethod
     def parse(text: str) -> "Positive":
-        """Parse a rule such as ">3", "!=no" or "yes"."""
+        """Parse a rule such as ">3", "!=no" or "yes"; raise UserError for an invalid one, such as "rating>3"."""
         for op in (">=", "<=", "!=", "==", ">", "<", "="):
             if text.startswith(op):
                 return Positive("=" if op == "==" else op, text.removeprefix(op).strip())
@@ -141,7 +140,7 @@ class Positive:
 
 
 def classify_type(found: pa.DataType) -> str:
-    """Return a type's class: "text", "number", "bool", "other" (dates, times), "list", or "nested" for the rest."""
+    """Return a type's class: "text" (or binary, null), "number", "bool", "other" (dates, times), "list" or "nested"."""
     if pa.types.is_dictionary(found):
         return classify_type(found.value_type)
     if any(test(found) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
@@ -166,7 +165,7 @@ def classify_type(found: pa.DataType) -> str:
 
 
 def list_lengths(array: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the length of each row's list, int64 [n]; 0 for a missing list."""
+    """Return the length of each row's list, int64 [n]; 0 for a missing list, and for values that are not lists."""
     if classify_type(array.type) != "list":
         return np.zeros(len(array), np.int64)
     return _whole_numbers(pc.list_value_length(array))
@@ -199,8 +198,8 @@ def _whole_numbers(array: pa.Array) -> npt.NDArray[np.int64]:
 def get_written_form(found: pa.DataType) -> str | None:
     """Return a name for how a type's values become text. Types with the same name turn equal values into equal texts.
 
-    A list has the name of its values' type. Text and numbers share a name, since CSV stores numbers as text. A type
-    that has only nulls fits all types; its name is None.
+    A list has the name of its values' type. Text and numbers share a name, since CSV stores numbers as text;
+    decimals with digits after the point have another name. Arrow's null type fits all types; its name is None.
     """
     if pa.types.is_dictionary(found) or classify_type(found) == "list":
         return get_written_form(found.value_type)
@@ -217,7 +216,8 @@ def as_text(array: pa.Array, clean: Callable[[pa.Array], pa.Array] | None = None
     Floats must be integers small enough to be exact, and are written without a decimal point. Raises WrongValueError
     for any other float and for text that is not UTF-8.
 
-    `clean` is called with the distinct values before they become text; several of them may then get the same text.
+    `clean`, if given, maps the distinct values before they become text. It may make several values equal, and so the
+    returned texts may repeat.
     """
     array = decoded(array)
     if classify_type(array.type) == "text":
@@ -232,7 +232,7 @@ def as_text(array: pa.Array, clean: Callable[[pa.Array], pa.Array] | None = None
 def distinct(array: pa.Array) -> tuple[Codes, pa.Array]:
     """Return codes, int32 [n], and the distinct values, which may include null, in order of first occurrence."""
     if pa.types.is_integer(array.type) and not pa.types.is_uint64(array.type) and not array.null_count:
-        ids = array.cast(pa.int64()).to_numpy(zero_copy_only=False)  # several times faster than Arrow's encoding
+        ids = array.cast(pa.int64()).to_numpy(zero_copy_only=False)  # `id_map` is faster than Arrow's encoding
         seen = id_map(ids)
         codes = seen.add(ids)
         return codes, pa.array(seen.ids.copy()).cast(array.type)
@@ -253,7 +253,7 @@ def as_plain_text(values: pa.Array) -> pa.StringArray:
 
 
 def decoded(array: pa.Array) -> pa.Array:
-    """Decode a dictionary; widen small decimals to decimal128, which Arrow can compute with."""
+    """Decode a dictionary; widen decimal32 and decimal64 to decimal128, which Arrow can compute with."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_decimal32(array.type) or pa.types.is_decimal64(array.type):
@@ -352,7 +352,7 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
         if not len(given) or (given.min() >= 0 and given.max() <= 1):
             return np.asarray(given, np.float32)
     if pa.types.is_floating(array.type):
-        array = array.cast(pa.string())  # keeps fractions, unlike `as_text`: `_parse_labels` reports or compares them
+        array = array.cast(pa.string())  # `as_text` would reject fractions, which `_parse_labels` handles
     codes, values = as_text(array)
     texts = [text.strip() for text in values.to_pylist()]
     labels = _parse_labels(texts, positive)[codes]
@@ -413,7 +413,7 @@ def _parse_labels(texts: list[str], positive: Positive | None) -> npt.NDArray[np
     def label(text: str) -> float:
         found = parse_exactly(text)
         if text in missing or (positive.op == "=" and isinstance(value, Decimal) and isinstance(found, str)):
-            return np.nan  # such as ? among numeric labels: unknown, not negative
+            return np.nan  # a missing value, or a text such as ? among numbers: unknown, not negative
         return float((found == value) == (positive.op == "="))
 
     return np.array([label(text) for text in texts], np.float32)
@@ -454,7 +454,7 @@ def cast_where_possible(array: pa.Array, to: pa.DataType) -> tuple[pa.Array, Mas
     is_text = pa.types.is_string(to)
     encoded = _encode(
         array.cast(_BINARY.get(array.type, array.type)) if is_text else array
-    )  # wrong values often repeat
+    )  # invalid values often repeat, and each distinct value is cast once
     parts: list[pa.Array] = []
 
     def add(part: pa.Array) -> None:

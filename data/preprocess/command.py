@@ -32,11 +32,11 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import TableSource, open_table
 from hostdev.data.preprocess.table_flags import text_format
 
-_SPLITS = ("fraction", "column", "after")  # suffixes of the flags --test and --validation, which name files
+_SPLITS = ("fraction", "column", "after")  # suffixes, as in --test-fraction; plain --test and --validation name files
 
 
 def summary(manifest: Manifest, out: Path, seconds: float) -> str:
-    """Return the output: sizes, reused ids, values per bag, and notes on columns, labels and rejected rows."""
+    """Return the printed text: sizes, reused ids, values per bag, and notes on columns, labels and rejected rows."""
     statistics = manifest.statistics
     rows = statistics["rows"]
     more = f", {rows['validation']:,} validation" if "validation" in rows else ""
@@ -136,7 +136,7 @@ def make_source(arguments: argparse.Namespace, earlier: Earlier | None = None) -
 
 
 def table_options(flags: RowFlags, kept: Mapping[str, Any]) -> Options:
-    """Make `Options` from the flags of `table` or of a registered source; `kept` are an earlier data set's values."""
+    """Make `Options` from the flags of `table` or a registered source; `kept` has an earlier data set's options."""
     test, validation = (
         [flag_of(name) for name in (kind, *(f"{kind}_{how}" for how in _SPLITS)) if flags.has(name)]
         for kind in ("test", "validation")

@@ -26,7 +26,7 @@ from hostdev.kernels.arrays import Array, Mask
 _TIME_OF_DAY = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?", re.ASCII)
 _FLAG = "--test-after"
 _EXACT = 2.0**53  # a float64 of this size or more may represent several integers
-_DIGITS = 400  # more digits than any float64 or decimal has
+_DIGITS = 400  # enough digits to round a limit: up to 309 before the point (float64) and 76 after it (decimals)
 
 
 def is_after(array: pa.Array, value: str, flag: str = _FLAG) -> Mask:
@@ -156,7 +156,7 @@ def _parse_time_of_day(value: str) -> pa.Scalar:
 
 
 def _find_type(value: str) -> pa.DataType | None:
-    """Return the type for comparing text with `value`: float64 or a timestamp; None if `value` is neither."""
+    """Return the type for comparing text with `value`: float64 or a timestamp; None if `value` is not such text."""
     for found in (pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
         try:
             pa.scalar(value).cast(found)
@@ -167,10 +167,10 @@ def _find_type(value: str) -> pa.DataType | None:
 
 
 def _is_ordered(value: str) -> bool:
-    """Return whether Python's `float` also accepts `value`, and the result is not NaN."""
+    """Return whether Python's `float` accepts `value`, as Arrow does, and the result is not NaN."""
     try:
         return not math.isnan(float(value))
-    except ValueError:  # such as nan(abc)
+    except ValueError:  # such as nan(abc), which Arrow accepts
         return False
 
 

@@ -78,7 +78,7 @@ class CriteoText(CriteoSource, FileSource):
         self, files: Sequence[Path] = (), *, inputs: Sequence[AnyInput] | None = None, block_bytes: int | None = None
     ) -> None:
         if inputs is None:
-            inputs = [open_input(file, "train.txt".__eq__) for file in expand(files)]  # can be pickled for workers
+            inputs = [open_input(file, "train.txt".__eq__) for file in expand(files)]  # picklable, unlike a lambda
         self.block_bytes = block_bytes or BLOCK_BYTES
         super().__init__([_CriteoFile(source, self.block_bytes) for source in inputs])
 
@@ -91,7 +91,7 @@ class CriteoText(CriteoSource, FileSource):
         return parse(block.content, file=block.file)
 
     def stamp(self) -> list[Any] | None:
-        """Return each file's path, size and change time, and the block size; None if a file can be read only once."""
+        """Return each file's `inputs.InputFile.stamp`, then the block size; None if a file can be read only once."""
         stamps = super().stamp()
         return None if stamps is None else [*stamps, self.block_bytes]
 
@@ -117,7 +117,7 @@ def parse(block: bytes, *, file: str) -> RawRows:
 
 def _reject(line: bytes) -> tuple[str, str]:
     """Return the reason why a line is malformed, and the line."""
-    # A carriage return is part of a line end; alone it is an invalid character.
+    # A carriage return before the newline is part of the line end; elsewhere it is an invalid character.
     line = line.removesuffix(b"\r\n" if line.endswith(b"\r\n") else b"\n").replace(b"\r", b"\0").translate(_TO_ASCII)
     return _reason(line), line.decode()
 
@@ -143,7 +143,7 @@ def hex_text(keys: npt.NDArray[np.int64]) -> pa.Array:
 
 
 def hex_values(column: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Parse texts of hexadecimal digits [n], of type binary.
+    """Parse a binary column [n] of values with 8 hexadecimal digits or none.
 
     Returns 32-bit keys, int64 [n], with EMPTY for empty texts, and a mask of malformed texts, bool [n].
     """
@@ -160,7 +160,7 @@ def hex_values(column: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_
 
 
 def hex_keys(texts: Sequence[str]) -> npt.NDArray[np.int64] | None:
-    """Return the keys of plain texts, as `hex_values` does, or None if one is malformed."""
+    """Return the keys of Python strings, as `hex_values` does for a column, or None if one is malformed."""
     lengths = set(map(len, texts))
     if not lengths <= {0, 8}:
         return None

@@ -32,7 +32,7 @@ def parse_lines(text: Any, digits: Any, label: Any, numbers: Any, keys: Any, odd
             the position at which the next line begins, and the malformed line's number, counted from 0.
 
     Returns:
-        The numbers of well-formed lines, all lines, and malformed lines.
+        How many lines are well-formed, how many lines there are, and how many are malformed.
     """
     N, one, eight = np.uint64(len(text)), np.uint64(1), np.uint64(8)
     D, C = np.uint64(numbers.shape[1]), np.uint64(len(keys))

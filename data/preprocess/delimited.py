@@ -36,11 +36,11 @@ from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 
 BLOCK_BYTES = 1 << 24
 MOST_COLUMNS = 1 << 16
-_USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, quoted for a shell
-_SHOWN = 120  # characters of a header in a message
-_MANY_LINES = 20  # a quoted value with this many lines may have swallowed rows, after an unclosed quote
-_ROWLIKE = 0.8  # such a value has swallowed rows if this share of its lines has as many delimiters as a row
-_SCANNED = 16  # windows that are looked at together
+_USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # usual delimiters, as typed after --delimiter
+_SHOWN = 120  # maximum characters of a header in a message
+_MANY_LINES = 20  # a quoted value with at least so many line ends may have swallowed rows after an unclosed quote
+_ROWLIKE = 0.8  # it is an error if at least this share of the value's lines have as many delimiters as a row
+_SCANNED = 16  # maximum windows that one call of `look` scans
 _STAND_IN = b"\x1f"  # replaces a delimiter of several characters: the unit separator, unusual in text
 
 
@@ -48,7 +48,7 @@ class LineFile(DividedFile):
     """A text file whose rows are whole lines; an uncompressed one can be read window by window.
 
     Attributes:
-        block_bytes: Size of a window.
+        block_bytes: Size of a window in bytes.
     """
 
     block_bytes: int
@@ -62,7 +62,7 @@ class LineFile(DividedFile):
         return map(unparsed, whole_lines(self.input, offset, self.block_bytes, self.too_long))
 
     def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
-        """See `DividedFile`: windows, if the text is a plain file."""
+        """See `DividedFile`; the places of an uncompressed file are the numbers of its windows."""
         return (text_windows(self.input, self.block_bytes), None) if self.input.plain else super().places(looked)
 
     def parts_at(self, used: Sequence[str], place: Any) -> Iterator[UnparsedRows]:
@@ -89,7 +89,7 @@ class TextFormat:
         encoding: The text's encoding, as a Python codec name.
         skipped_lines: Number of lines to skip before the header, or before the first row if there is no header.
 
-    Raises UserError for wrong names and an empty delimiter.
+    Raises UserError for repeated or no column names, an empty delimiter, or a negative number of skipped lines.
     """
 
     columns: tuple[str, ...] | None = None
@@ -109,7 +109,7 @@ class TextFormat:
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> Self:
-        """Return the format of a data set's text files, from the manifest's entry."""
+        """Return the format of a data set's text files, from the manifest's entry `options`."""
         given = {one.name: options[one.name] for one in fields(cls) if options.get(one.name) is not None}
         if "columns" in given:
             given["columns"] = tuple(given["columns"])
@@ -172,7 +172,7 @@ class DelimitedFile(LineFile):
             yield unparsed(lines)
 
     def looks(self) -> list[range]:
-        """See `DividedFile`: where rows end in a window of quoted text depends on the windows before it."""
+        """See `DividedFile`; quoted text needs all windows, as where rows end in one depends on those before it."""
         windows = -(-self.input.size // self.block_bytes) if self._quotes and self.input.plain else 0
         return [range(start, min(start + _SCANNED, windows)) for start in range(0, windows, _SCANNED)]
 
@@ -181,7 +181,7 @@ class DelimitedFile(LineFile):
         return scan_windows(self.input, self._delimiter, self.block_bytes, windows)
 
     def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
-        """See `DividedFile`: windows of `block_bytes` bytes, or the rows in them."""
+        """See `DividedFile`; the places of uncompressed quoted text are the `TextRows` of its windows."""
         if not self._quotes or not self.input.plain:
             return super().places(looked)
         scans = [[Scan(*one) for one in by_state] for by_state in looked]
@@ -202,7 +202,7 @@ class DelimitedFile(LineFile):
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
         """Parse a part into rows and malformed lines."""
         text, offset = part.content
-        named = self._columns is None and offset == 0  # the first row is the header
+        named = self._columns is None and offset == 0  # whether the part begins with the header
         wrong = _WrongRows()
         self._check_encoding(text, offset)
         names = None if named else list(self._columns or self.names)
@@ -334,7 +334,7 @@ class DelimitedFile(LineFile):
 
 
 def _refuse_header(source: AnyInput | Recoded, columns: Sequence[str], first: Sequence[str]) -> None:
-    """Raise UserError if the first row seems to be a header: if at least half of its values are names in --columns."""
+    """Raise UserError if the first row seems a header: at least half of its values equal their names in --columns."""
     same = sum(name.strip().lower() == value.strip().lower() for name, value in zip(columns, first, strict=True))
     if 2 * same >= len(columns):
         raise UserError(
@@ -383,7 +383,7 @@ class _RowEnds:
 
     def __init__(self, source: AnyInput | Recoded, delimiter: bytes, offset: int) -> None:
         self._source, self._delimiter, self._offset = source, delimiter, offset
-        self._state = 0, 0, 0  # the state of `scan_quotes`
+        self._state = 0, 0, 0  # `state`, `lines` and `opened` of `scan_quotes`
 
     def last(self, piece: bytes) -> int:
         """Return the length of the next chunk up to and including its last row end; 0 if it has none."""

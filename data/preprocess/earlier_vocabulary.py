@@ -21,11 +21,11 @@ from hostdev.data.preprocess.stored import DamagedError, StoredVocabulary
 from hostdev.data.preprocess.vocabulary import HashBuckets, KnownIds
 from hostdev.data.schema import Schema, Space
 
-EARLIER = "earlier"  # the field of a manifest's options that `as_json` fills
-KNOWN_SHARES = "known_shares"  # statistic: by id space, the share of training occurrences with an earlier id
-_FEW = 0.01  # a smaller share of occurrences with an earlier id is reported
-_AT_ONCE = 1 << 20  # values in a chunk
-_SHOWN = 120  # characters of a column list in a message
+EARLIER = "earlier"  # the field of a manifest's options that has `Earlier.as_json`
+KNOWN_SHARES = "known_shares"  # the manifest's statistic that has `Earlier.known_shares`
+_FEW = 0.01  # `growth` reports an id space whose known share is smaller
+_AT_ONCE = 1 << 20  # maximum values in a chunk
+_SHOWN = 120  # maximum characters of a list of columns in a message
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,13 @@ class Earlier:
         return KnownIds(self.schema.spaces, self.schema.rows, Space.grown)
 
     def known_shares(self, uses: Iterable[tuple[int, int]]) -> dict[str, float] | None:
-        """Return, by id space, the share of training occurrences whose value has an id here.
+        """Return, by id space, the share of a later data set's training occurrences whose value has an id in this one.
 
-        Id spaces without values in one of the two data sets are left out.
+        Id spaces without values in this data set, or without occurrences in the later one, are left out.
 
         Args:
-            uses: For each id space, the occurrences of values that have an id here, and of all values.
+            uses: For each id space of the later data set, the number of training occurrences of values that have an id
+                in this data set, and of all values.
         """
         spaces = zip(self.schema.spaces, uses, strict=True)
         return {space.name: known / total for space, (known, total) in spaces if total and space.values}
@@ -106,7 +107,7 @@ class Earlier:
             raise UserError(f"{self.folder}: the ids do not match {buckets:,} hash buckets; preprocess it again")
 
     def scaling(self, dense: str, layout: SourceLayout, *, signed: bool) -> Scaling:
-        """Return the fixed scaling of the earlier data set, whose mode is `dense`."""
+        """Return this data set's scaling, which has the mode `dense`; it does not change with new rows."""
         own = scaling.own(self.found.options)
         return scaling.fixed(dense, layout.dense, own, self.found.statistics, signed=signed)
 
@@ -129,7 +130,10 @@ class Earlier:
         return stored
 
     def keys(self, stored: StoredVocabulary, number: int) -> Iterator[Any]:
-        """Yield the values of id space `number` in chunks, in the order of their ids, to be counted."""
+        """Yield the values of id space `number` in chunks, in the order of their ids.
+
+        A chunk has texts, or int64 keys if the data set has Criteo's columns. Raises DamagedError for an invalid value.
+        """
         for chunk in stored.values(self.schema.spaces[number]).chunks:
             for start in range(0, len(chunk), _AT_ONCE):
                 values = chunk.slice(start, _AT_ONCE)
@@ -160,7 +164,7 @@ class NoEarlier(Earlier):
         return {}
 
     def known_ids(self, layout: SourceLayout) -> KnownIds:
-        """Return no ids of values."""
+        """Return `KnownIds` without values."""
         return KnownIds.none(layout)
 
     def known_shares(self, uses: Iterable[tuple[int, int]]) -> dict[str, float] | None:
@@ -191,7 +195,10 @@ NO_EARLIER = NoEarlier()
 
 
 def read_earlier(folder: Path, *, frozen: bool = False) -> Earlier:
-    """Read the data set that --vocabulary names; raise UserError if it is damaged or not a data set."""
+    """Read the data set that --vocabulary names.
+
+    Raises UserError if the folder has no data set or a damaged one, or if `frozen` is true but ids are hashed.
+    """
     found = manifest.read(folder)
     if found.vocabulary is None and frozen:
         raise UserError(
@@ -203,7 +210,7 @@ def read_earlier(folder: Path, *, frozen: bool = False) -> Earlier:
 
 
 def _require_whole(folder: Path, found: Manifest) -> None:
-    """Raise UserError if the manifest lacks an entry that a later data set reuses."""
+    """Raise UserError if an entry of the manifest that a later data set reuses is missing or invalid."""
     options = found.options
     try:
         check_learned(options, found.statistics, found.schema, found.id_type, found.vocabulary)

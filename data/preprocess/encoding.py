@@ -1,6 +1,7 @@
 """Encoding of new rows into ids and scaled numbers with a data set's manifest and vocabulary, for prediction.
 
-Nothing is learned: a value that was absent or too rare in training gets its id space's out-of-vocabulary id.
+Nothing is learned: with a vocabulary, a value that was absent or too rare in training gets its id space's
+out-of-vocabulary id.
 """
 
 from collections.abc import Mapping, Sequence
@@ -107,7 +108,7 @@ class Encoding:
 
     @property
     def separators(self) -> Mapping[str, str | None]:
-        """The separator in text of each column of a bag, its weights or a vector; None if training read lists."""
+        """By column with a bag, a bag's weights or a vector: the separator in its text; None if training read lists."""
         vectors = (name for name in self.schema.dense if self._readings[name].element is not None)
         found = {self._sources[name]: self._readings[name].separator for name in [*self.schema.bags, *vectors]}
         return found | {name: self._readings[bag].separator for bag, name in self._weights_columns.items()}
@@ -196,7 +197,7 @@ class Encoding:
         return (batch if len(kept) == len(rows) else _take_rows(batch, kept)), kept
 
     def _with_lists(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Cast the columns of list bags and their weights to lists if all values are missing; return the rows."""
+        """Return the rows with null-typed columns cast to lists, where training read bags or weights from lists."""
         lists = {}
         for column in self.schema.columns:
             if column.kind == "bag" and self._separator(column) is None:
@@ -252,7 +253,7 @@ class Encoding:
     def _encoded(
         self, rows: pa.RecordBatch, label: Values, numbers: Array, weighted: Mapping[str, WeightedValues]
     ) -> Batch:
-        """Encode rows with the given labels [n], numbers [n, dense columns] and weighted bags."""
+        """Encode rows with the given labels, [n] or [n, labels], numbers [n, dense columns] and weighted bags."""
         ids = np.empty((len(rows), len(self.schema.ids)), np.int64)
         bags, bag_weights = {}, {}
         place = 0
@@ -282,7 +283,10 @@ class Encoding:
 
     @cached_property
     def plain(self) -> PlainRows | None:
-        """The encoder of plain values; None for weights, buckets, missing-value markers, vectors or decimal commas."""
+        """The encoder of rows of plain Python values, or None if a column has a setting that it does not support.
+
+        These settings are weights, a column's own hash buckets, missing-value markers, vectors and decimal commas.
+        """
         readings = [self._readings[column.name] for column in self.schema.columns]
         if (
             self.schema.weighted_bags
@@ -306,7 +310,7 @@ class Encoding:
         return Batch(rows.label, self._scaling.transform(rows.numbers), ids.astype(self._type), {})
 
     def source(self, name: str) -> str:
-        """Return the name of the file's column that the label or a feature is read from."""
+        """Return the name of the column that the label or feature `name` is read from."""
         return self._sources[name]
 
     def find_ids(self, name: str, values: pa.Array) -> LongIds:
@@ -332,7 +336,7 @@ class Encoding:
     def _find_distinct_ids(self, column: Column, values: pa.Array) -> tuple[LongIds, Mask]:
         """Return the ids of distinct values [N], and a mask of the missing values [N], which are omitted from bags."""
         known, written, reading = self._known, self.written[column.space], self._readings[column.name]
-        if column.kind == "bag" or reading.missing:  # training skips a bag's missing values
+        if column.kind == "bag" or reading.missing:  # EMPTY makes "" the text of missing values
             written = Written(written.forms | {EMPTY}, written.types)
         hashed = isinstance(known, HashBuckets) or reading.buckets is not None
         found = format_texts(reading.clean(values), written, hashed=hashed)
@@ -346,10 +350,13 @@ class Encoding:
         return np.where(ids < 0, self._spaces[column.space].oov, ids), missing
 
     def _look_up(self, known: ValueIds, space: str, found: Texts, of: pa.DataType) -> LongIds:
-        """Return the ids of values, given by the texts that they may have had; -1 for unknown ones."""
+        """Return the ids of values, found by the texts that they may have had in training; -1 for unknown values.
+
+        Raises WrongValueError for a value that matches several ids, or may have had yet another text.
+        """
         ids = np.full(len(found.fallback), -1, np.int64)
         if arrow.classify_type(of) == "text" and found.texts[0] is not found.fallback:
-            ids = known.find(space, found.fallback)  # the exact text occurred in training
+            ids = known.find(space, found.fallback)  # an exact match with training decides
         verbatim = ids >= 0
         several = "was written in several ways in training, each with its own id; give it as text, in one of these ways"
         for texts in found.texts:

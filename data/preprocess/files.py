@@ -116,7 +116,7 @@ class TableFile(Protocol):
         """Yield the `used` columns of the rows from `offset` on; `offset` is 0 or the end of a part."""
 
     def parse(self, part: UnparsedRows, used: Sequence[str]) -> Chunk:
-        """Parse a part's rows, by default a record batch; thread-safe."""
+        """Parse a part's rows; thread-safe. By default, the part's content is a record batch already."""
         return Chunk(part.content, size=part.taken)
 
 
@@ -128,7 +128,7 @@ class DividedFile(TableFile):
         return []
 
     def look(self, used: Sequence[str], windows: range) -> list[Any]:  # Any: JSON
-        """Return what `places` needs to know of some windows."""
+        """Return the data about some windows that `places` needs."""
         raise NotImplementedError
 
     def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
@@ -145,7 +145,7 @@ class DividedFile(TableFile):
 
 
 class FileSource(Source):
-    """The rows of files, in their order.
+    """The rows of several files, in the order of the files.
 
     Attributes:
         files: The files; `inputs` has the input of each file.
@@ -172,7 +172,7 @@ class FileSource(Source):
         return RawBlock(self.content(number, part), name, SourcePosition(number, part.offset), part.taken)
 
     def content(self, number: int, part: UnparsedRows) -> Any:
-        """Return what `parse` needs of a part of file `number`."""
+        """Return the content that `parse` needs of a part of file `number`."""
         raise NotImplementedError
 
     def looks(self, number: int) -> list[range]:
@@ -238,7 +238,7 @@ def _fitting(sizes: Sequence[npt.NDArray[np.int64]], most: int, n: int) -> int:
 
 
 def _rows_at_once(size: RowGroupSize) -> int:
-    """Return how many rows of a row group to decode at once: CHUNK_ROWS, or half a chunk if the rows are large."""
+    """Return how many rows of a row group to decode at once: CHUNK_ROWS, or half a chunk's worth of large rows."""
     per_row = max(size.list_values / CHUNK_VALUES, size.text_bytes / CHUNK_BYTES) / max(1, size.rows)
     return CHUNK_ROWS if 2 * CHUNK_ROWS * per_row <= 1 else max(1, int(0.5 / per_row))
 
@@ -267,7 +267,7 @@ def _named(name: str, kind: str) -> Iterator[None]:
     """Raise UserError or TransientError, with the file's name, for errors of Arrow's reader."""
     try:
         yield
-    except (UnicodeDecodeError, pa.ArrowException, OSError) as error:  # UnicodeDecodeError: of a column's name
+    except (UnicodeDecodeError, pa.ArrowException, OSError) as error:  # UnicodeDecodeError: of a name that is not UTF-8
         raise unreadable(name, f"the {kind} file is broken", error) from None
 
 
@@ -338,7 +338,7 @@ class ParquetTable(_TypedFile):
     def _reads(self, used: Sequence[str], offset: int) -> Iterator["GroupsRead"]:
         alone = any(_is_list_of_dictionary(self.get_type(name)) for name in used)
         with RowGroups.open(self.input.path, used) as groups:
-            first = int(np.searchsorted(groups.ends, offset, "right"))  # the group that contains the row
+            first = int(np.searchsorted(groups.ends, offset, "right"))  # the group that contains row number `offset`
             row = int(groups.ends[first - 1]) if first else 0
             while first < len(groups.ends):  # a few groups at a time, as the reader caches all it reads
                 rows = _rows_at_once(groups.size(first))
@@ -386,7 +386,7 @@ class ArrowTable(_TypedFile):
         return self._parts(used, offset, None)
 
     def places(self, looked: Sequence[Any]) -> tuple[list[tuple[Any, int]], UserError | None]:
-        """See `DividedFile`: the record batches; a stream can be read only from its beginning."""
+        """See `DividedFile`; the places are the record batches of a file, and a stream is not divided."""
         if self._stream:
             return super().places(looked)
         with self._naming(), places.open_arrow(self.input.path, mapped=True) as source:
@@ -433,7 +433,7 @@ def is_table(path: Path, start: bytes) -> bool:
 def find_format(source: AnyInput) -> str:
     """Return "Parquet", "an Arrow file", "an Arrow stream" or "text", judging by a file's first bytes.
 
-    Raises UserError if these are the first bytes of an unsupported format.
+    Raises UserError for an unsupported format, and for Parquet or Arrow that is compressed, in an archive or piped.
     """
     start = source.head(8)
     if start.startswith(_FEATHER_1):
@@ -455,12 +455,12 @@ def find_format(source: AnyInput) -> str:
 
 
 def _is_tfrecord(start: bytes) -> bool:
-    """Return whether a file starts with the length and checksum of a record, and with the tag of tf.train.Example."""
+    """Return whether a file starts like TFRecord: a length, a checksum (not verified), and tf.train.Example's tag."""
     return len(start) == 13 and 0 < int.from_bytes(start[:8], "little") < 1 << 32 and start[12:] == b"\n"
 
 
 def _continues_as_text(source: AnyInput, start: bytes) -> bool:
-    """Return whether a file with Parquet's first bytes is text: printable bytes follow, and it ends differently."""
+    """Return whether a file with Parquet's first bytes is text: it continues printably and does not end with them."""
     magic, _ = _FORMATS[0]
     if not _PRINTED.issuperset(start[len(magic) :]):
         return False

@@ -1,7 +1,7 @@
 """The first pass: parse a source and write its rows as pieces.
 
-The rows read so far are counted in the source's order: for line numbers, row numbers that draw the splits, and the
-share of malformed lines.
+Rows are counted in the source's order. These counts give the numbers of malformed lines, the row numbers by which rows
+are drawn for the splits, and the share of malformed lines.
 """
 
 import re
@@ -32,11 +32,11 @@ _FIRST = 10  # priority of tasks that free memory or disk space
 
 
 class RowCounts:
-    """Counts of the rows of a source that were read so far, in the order of the source.
+    """Counts of the rows that were read so far, in the source's order.
 
     Attributes:
         rows: Number of well-formed rows.
-        first: The first malformed line, or None.
+        first: The first malformed line so far, with its number in its input; None if there is none.
     """
 
     def __init__(self, source: Source) -> None:
@@ -46,7 +46,7 @@ class RowCounts:
         self._input = self._lines = self._rejected = 0  # `_lines` counts only the current input
 
     def lines_before(self, source: int) -> int:
-        """Return the number of lines of input number `source` that were added so far; 0 for the next input."""
+        """Return the number of lines of input number `source` added so far; 0 unless it is the current input."""
         return self._lines if source == self._input else 0
 
     def add(self, source: int, rows: int, rejected: int, first: Rejected | None) -> None:
@@ -62,7 +62,7 @@ class RowCounts:
         self._rejected += rejected
 
     def check_rejected(self, accepted: int) -> None:
-        """Raise UserError if more than 1% of all rows, or half of the rows so far (at least 10,000), are malformed.
+        """Raise UserError if more than 1% of all rows, or more than half of at least 10,000 rows so far, are malformed.
 
         `accepted` is the number of well-formed rows in the source, or an upper bound on it. The second case indicates a
         wrong option, so it is reported early.
@@ -82,13 +82,13 @@ class RowCounts:
             )
 
     def _remedy(self, first: Rejected) -> str:
-        """Return how to leave out rows like the first malformed one, or "" if a query over the file cannot."""
+        """Return how to leave out rows like the first malformed one, or "" if a query cannot read the rows."""
         options = self._source.options()
         return "" if any(options.get(name) for name in _TEXT) else _remedy(first)
 
 
 def _remedy(first: Rejected) -> str:
-    """Return a hint to leave out rows whose value is missing as in row `first`; "" if no value is missing there."""
+    """Return a hint to leave out rows that lack the value that `first` lacks; "" if `first` has another fault."""
     found = _MISSING.match(first.reason)
     if found is None:
         return ""
@@ -113,9 +113,9 @@ class FirstPass:
     """Parses a source into pieces. Ranges are parsed in any order, and counted in the order of the source.
 
     Attributes:
-        names: The names of all pieces, in order.
-        facts: The facts of all pieces.
-        end: Where the source continues after the pieces that `resume` has found.
+        names: The names of the pieces counted so far, in order.
+        facts: The facts of the pieces that are written, in the same order, up to the first unwritten piece.
+        end: The position in the source after the pieces that `resume` has found.
     """
 
     def __init__(self, work: Workspace, runner: Runner, memory: MemoryCheck) -> None:
@@ -126,7 +126,7 @@ class FirstPass:
         self._counts = RowCounts(work.source)
         self._ranges: dict[int, InputRange] = {}
         self._parsed: dict[int, Result | HostdevError] = {}  # by range, until all ranges before it are counted
-        self._pieces: dict[str, tuple[Facts, Survey | None]] = {}  # by piece, until those before it have facts
+        self._pieces: dict[str, tuple[Facts, Survey | None]] = {}  # by piece, until all pieces before it have facts
         self._missing: dict[int, list[Task]] = {}  # by range that is parsed again: the tasks of its pieces
 
     def resume(self) -> bool:
@@ -194,7 +194,7 @@ class FirstPass:
     def _submit(self, number: int, one: InputRange) -> None:
         """Submit the task that parses range `number`.
 
-        If the journal has its result, and other tasks write the range's pieces, that result is used instead.
+        If the journal has the task's result, and separate tasks write the range's pieces, that result is used instead.
         """
         self._ranges[number] = one
         known = self._runner.known(task := self._parse_task(number))
@@ -208,7 +208,7 @@ class FirstPass:
         return Task(f"parse-{number:06d}", "parse", arguments, again=again, noted=not self._work.in_memory)
 
     def _handle(self, task: Task, result: Result | HostdevError) -> bool:
-        """Process a finished task; return False if it could not parse its range: then later ranges are not needed."""
+        """Process a finished task; return False if its range has an error, so that no later ranges are needed."""
         if task.kind == "parse" and not task.again:
             self._parsed[task.arguments[0]] = result
             return not isinstance(result, HostdevError) and result["error"] is None
@@ -255,7 +255,10 @@ class FirstPass:
             raise error
 
     def _take(self, name: str, facts: Facts, found: Survey | None) -> None:
-        """Store the facts of a piece; then add the facts of all pieces that are next in order."""
+        """Store a piece's facts and survey; pass all that are next in order to `facts` and the memory check.
+
+        Raises TransientError if memory is too small.
+        """
         self._pieces[name] = facts, found
         while len(self.facts) < len(self.names) and (following := self.names[len(self.facts)]) in self._pieces:
             facts, found = self._pieces.pop(following)
@@ -264,7 +267,7 @@ class FirstPass:
 
 
 def _make_name(number: int, block: int = 0) -> str:
-    """Return the name of a block of a range, and of its piece."""
+    """Return the name of block `block` of range `number`; its piece has the same name."""
     return f"{number:06d}-{block:06d}"
 
 
@@ -283,9 +286,9 @@ def parse(work: Workspace, number: int, given: list[Any]) -> Result:
 
     Returns the counts of each block, and the error that ended the range, if any.
 
-    Which rows are drawn for testing depends on the number of rows before the block. If this is not known yet, the
-    parsed rows are kept for the task `write`, which draws them; otherwise, a worker writes the block's piece at once.
-    In one process, `write` always writes it.
+    The split of a row may depend on the number of rows before the block. If this number is needed but not known yet,
+    the parsed rows are kept for the task `write`, which draws the splits. Otherwise, a worker writes the block's piece
+    at once. In one process, `write` always writes the piece.
     """
     one = InputRange(*given)
     work.check_input(one.input)

@@ -13,7 +13,7 @@ from hostdev.data.preprocess import places
 from hostdev.data.preprocess.inputs import COMPRESSED, STANDARD_INPUT, is_empty, refuse_unread
 
 _START_BYTES = 512
-_NAMED = 3  # files named in a message
+_NAMED = 3  # maximum files named in a message
 
 
 def expand(paths: Sequence[Path], is_taken: Callable[[Path, bytes], bool] | None = None) -> list[Path]:
@@ -116,7 +116,7 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
 
 
 def _check_repeated(files: Sequence[Path]) -> None:
-    """Print a note for each file given twice, also under two names; raise UserError if it is standard input."""
+    """Print a note for each file given twice, also under two names; raise UserError if standard input is repeated."""
     if files.count(STANDARD_INPUT) > 1:
         raise UserError("- is standard input, which can be read only once; name it once")
     seen: dict[Any, Path] = {}

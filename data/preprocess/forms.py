@@ -1,6 +1,7 @@
 """The text forms that a column's values had in training; manifests record them so that prediction finds equal values.
 
-A form is a way to write a value, such as 1.0 for a number. It has a number, and a manifest names it by an example.
+A form is a way to write a value, such as 1.0 for a number. The code numbers the forms; a manifest names a form by an
+example.
 """
 
 from collections.abc import Mapping
@@ -18,21 +19,21 @@ from hostdev.kernels.jit import inline, kernel
 Forms = npt.NDArray[np.uint16]
 
 EMPTY = 0
-TEXT = 1  # any other text
+TEXT = 1  # text of none of the other forms
 INTEGER = 2  # 12, -3
 NUMBER = 4  # other ways to write a number: +1, .5, 1., 1e5, -0, 01.5
 LARGE_FLOAT = 5  # as Python writes floats of 2^53 and more: 9007199254740992.0, 1e+16, 1.5e+18
 TITLE, LOWER, UPPER = 6, 7, 8  # True, true, TRUE; and False, false, FALSE
 DATE = 9  # 2024-12-31
-WHOLE = 10  # + digits after the point, 1 to 18, all 0: 1.0 is WHOLE + 1
-FRACTION = 30  # + digits after the point, 1 to 18, not all 0
+WHOLE = 10  # + the number of digits after the point, 1 to 18, all of them 0: 1.0 is WHOLE + 1
+FRACTION = 30  # + the number of digits after the point, 1 to 18, not all of them 0: 0.05 is FRACTION + 2
 MOST_DIGITS = 18
 TIMESTAMP = 50  # + an index of separator, precision and zone, see `timestamp_form`
 PRECISIONS, ZONES = 11, 8
-TIME = TIMESTAMP + 2 * PRECISIONS * ZONES  # + precision; a time of day
+TIME = TIMESTAMP + 2 * PRECISIONS * ZONES  # a time of day: + its precision, see `timestamp_form`
 MISSING_WORD = TIME + PRECISIONS  # + an index into MISSING_WORDS, which mean a missing value among numbers
 MISSING_WORDS = ["NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "NaN", "nan", "-NaN", "-nan", "NaT", "<NA>"]
-PADDED_TO = MISSING_WORD + len(MISSING_WORDS) - 2  # + digits, from 2: 012 is PADDED_TO + 3
+PADDED_TO = MISSING_WORD + len(MISSING_WORDS) - 2  # + the number of digits, from 2: 012 is PADDED_TO + 3
 WIDEST = 20
 _WORDS = np.frombuffer("".join(MISSING_WORDS).encode(), np.uint8)
 _WORD_ENDS = np.cumsum([0, *map(len, MISSING_WORDS)])
@@ -102,7 +103,7 @@ class Written:
 
     @cached_property
     def kind(self) -> str:
-        """The type of the values: "number", "bool", "timestamp" (also dates), "time", "unknown", or else "text"."""
+        """The values' type: "number", "bool", "timestamp" (also dates), "time", "unknown" (all missing) or "text"."""
         seen = self.forms - MISSING
         if not seen:
             return "unknown"
@@ -111,7 +112,7 @@ class Written:
 
     @property
     def has_type(self) -> bool:
-        """Whether all values have the same type, which is not text; equal values may be written differently."""
+        """Whether `kind` is "number", "bool", "timestamp" or "time", so that equal values may have different forms."""
         return self.kind not in ("text", "unknown")
 
     @cached_property
@@ -121,12 +122,15 @@ class Written:
 
     @cached_property
     def has_plain_integers(self) -> bool:
-        """Whether all numbers, if any, were written as plain integers such as 1."""
+        """Whether numbers, if any, were written only as plain integers such as 1; False for bools and times."""
         return self.kind in ("number", "text", "unknown") and self.forms & NUMBERS <= {INTEGER}
 
     @cached_property
     def missing(self) -> str | None:
-        """The text that missing values had, or None if it varied."""
+        """The text that stands for a missing value; None if there were several in training, none of them empty.
+
+        It is "" if that occurred, if no value was missing, or if not `has_type`.
+        """
         words = self.forms & MISSING
         if EMPTY in words or not words or not self.has_type:
             return ""

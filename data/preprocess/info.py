@@ -32,7 +32,7 @@ from hostdev.kernels.arrays import Array, Counts, Mask, Numbers
 
 TOPS = (1, 10, 100, 1000)
 PLACES = 50  # number of equal, consecutive parts of a split's rows
-_MOST_POINTS = 200  # points of a curve
+_MOST_POINTS = 200  # maximum points of a curve
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Information:
 
     @property
     def hashed(self) -> bool:
-        """Whether ids are hashed, so that there is no vocabulary."""
+        """Whether ids are hashed or raw, so that there is no vocabulary."""
         return self.found.vocabulary is None
 
     def shared(self, space: str) -> list[str]:
@@ -207,12 +207,14 @@ def make_curve(counts: Array) -> Curve:
 def read_split(
     folder: Path, found: Manifest, split: str, title: str, *, known: Mask | None = None, counter: Counter | None = None
 ) -> tuple[SplitTotals, list[str]]:
-    """Read a split in one pass; return the totals of its valid rows, and a line for each finding about its shards.
+    """Read a split in one pass; return the totals of its valid parts, and a line for each finding about its shards.
+
+    A part with an invalid value is left out as a whole; the rest of a damaged shard is not read.
 
     Args:
         title: Title of the progress bar.
         known: bool [V], marks the ids that training rows use; None if that is unknown.
-        counter: Counts the ids of valid rows; None to count none.
+        counter: Counts the ids of valid parts; None to count none.
     """
     shards, whole = found.shards(split), found.rows(split)
     begins = dict(
@@ -254,9 +256,9 @@ def _read_valid(folder: Path, found: Manifest, split: str, known: Mask | None) -
 
 
 def _count_hashed(folder: Path, found: Manifest, test: SplitTotals) -> dict[str, Curve]:
-    """Count the occurrences of each hash bucket; return the curve of each id space, and add to `test.seen`.
+    """Count the occurrences of each hash bucket or raw id; return each id space's curve, and add to `test.seen`.
 
-    Each pass over the rows handles as many id spaces as fit into memory, at `count_bytes` bytes for each bucket.
+    If ids are hashed, each pass handles as many id spaces as fit into memory, at `count_bytes` bytes for each bucket.
     """
     schema = found.schema
     if not schema.spaces:

@@ -16,16 +16,16 @@ from hostdev.data.preprocess.info import PLACES, TOPS, Curve, Information, short
 from hostdev.data.preprocess.options import ids_in_words
 from hostdev.data.schema import Column, Schema
 
-_MOST_NAME = 24  # characters of a column's name
+_MOST_NAME = 24  # maximum characters of a column's name in a table
 _NO_FIGURE = "-"
 _Group = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, cells [head][line]
 _COLORS = {"train": "C0", "test": "C1", "validation": "C4"}
 _SHOWN = ("train", "test")  # splits that are drawn as bars
-_NAMED = 6  # curves with a color and a name
-_SIDE_BY_SIDE = 30  # columns that fit a half-width panel
-_MOST_NAMES = 120  # names on an axis
-_MOST_LETTERS = 18  # letters of a name
-_LETTERS = 90  # letters in a line under a half-width panel
+_NAMED = 6  # maximum curves with a color and a name
+_SIDE_BY_SIDE = 30  # maximum columns in a half-width panel
+_MOST_NAMES = 120  # maximum names on the axis of a full-width panel
+_MOST_LETTERS = 18  # maximum characters of a name in the picture
+_LETTERS = 90  # characters that fit in a line under a half-width panel
 _DEVIATIONS = 2  # half-width of the 95% interval of a part's mean, in standard deviations
 
 
@@ -217,7 +217,7 @@ def _draw_labels(axes: Any, info: Information) -> None:
 
 
 def _mean_text(schema: Schema, label: str, mean: float) -> str:
-    """Return a label's mean as text: a share if the label is 0 or 1."""
+    """Return a label's mean as text: a percentage, or a number for labels of a regression."""
     return f"{mean:.4g}" if label in schema.targets.numeric else f"{mean:.2%}"
 
 

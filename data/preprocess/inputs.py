@@ -21,14 +21,14 @@ from hostdev.core.errors import HostdevError, TransientError, UserError
 from hostdev.data.preprocess import places
 
 STANDARD_INPUT = Path("-")
-HEAD_BYTES = 1 << 20  # maximum bytes that `head` returns for standard input
+HEAD_BYTES = 1 << 20  # maximum bytes that `ReadOnce.head` returns
 
 _BZIP2 = (b"BZh%d" % level + block for level in range(1, 10) for block in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"))
 _CODECS = {b"\x1f\x8b": "gzip", **dict.fromkeys(_BZIP2, "bz2"), b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")  # suffixes of the codecs
 _OTHERS = {b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7z", b"\x1f\x9d": "compress"}
 _OTHER_SUFFIXES = {".xz": "xz", ".7z": "7z", ".z": "compress"}
-_ZIP_MAGIC, _MAC_FOLDER = b"PK\x03\x04", "__MACOSX/"  # a folder that macOS adds
+_ZIP_MAGIC, _MAC_FOLDER = b"PK\x03\x04", "__MACOSX/"  # a folder that macOS adds to archives
 _TAR_MAGIC, _TAR_AT = b"ustar", 257
 _MAGIC_BYTES = 512
 _LARGEST_EMPTY = 512  # largest size in bytes of a compressed file with empty content
@@ -74,7 +74,7 @@ class Stream:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def skip(self, size: int) -> None:
-        """Skip `size` bytes; raise UserError if there are fewer."""
+        """Skip `size` bytes; raise UserError if there are fewer, unless the source is seekable."""
         if self._seekable:
             self._source.seek(size, os.SEEK_CUR)
             return
@@ -82,7 +82,7 @@ class Stream:
             raise UserError(f"{self._name}: the file became shorter; run again once nothing writes to it")
 
     def pieces(self, size: int) -> Iterator[bytes]:
-        """Yield the next `size` bytes, a few MiB at a time."""
+        """Yield the next `size` bytes, fewer only at the end, a few MiB at a time."""
         while size > 0 and (piece := self.read(min(size, _SKIPPED_AT_ONCE))):
             yield piece
             size -= len(piece)
@@ -145,7 +145,7 @@ class InputFile:
         return {"file": places.whole_path(self.path), "bytes": places.stamp(self.path)[0], **member}
 
     def stamp(self) -> list[Any] | None:
-        """Return path, size and modification time."""
+        """Return path, size and modification time; for a file in a store, its address, size and version."""
         return [places.whole_path(self.path), *places.stamp(self.path)]
 
     def check_unchanged(self) -> None:
@@ -278,7 +278,7 @@ def is_empty(path: Path) -> bool:
             return False
         try:
             return not _decompressing(file, codec, padded=True).read(1)
-        except _ERRORS:  # reading reports them
+        except _ERRORS:  # reported when the content is read
             return False
 
 
@@ -288,7 +288,8 @@ def _find_zipped(path: Path, wanted: Callable[[str], bool] | None) -> str:
     `wanted` is called with a file's name without folders, and returns whether this is the file to read. If `wanted` is
     None, the .zip file must have a single file.
 
-    Raises UserError for a broken or encrypted file, for several files, and for other formats.
+    Raises UserError if the .zip file is broken, encrypted, an Excel workbook or a NumPy archive, or if the file
+    to read is missing or not unique.
     """
     try:
         with places.open_bytes(path) as file, zipfile.ZipFile(file) as archive:
@@ -352,7 +353,7 @@ def _open_archive(stream: Any) -> tarfile.TarFile:
 
 
 class _Counted:
-    """A byte source with a counter and `peek`."""
+    """A byte source that counts the bytes read; `peek` returns the first bytes without counting them."""
 
     closed = False
 

@@ -1,7 +1,7 @@
 """Lookup of values' ids in a data set's vocabulary, and a fast encoder of rows that are plain Python values.
 
 The vocabulary's file is checked when it is loaded. For up to thousands of rows, `PlainRows` takes less time than
-`Encoding.encode`, which uses Arrow. It finds the same ids and numbers, and returns None for rows that it cannot read.
+`encoding.Encoding.encode`, which uses Arrow. It finds the same ids and numbers, and returns None for other rows.
 """
 
 import re
@@ -39,7 +39,8 @@ class ValueIds:
     """Map from values to ids.
 
     Attributes:
-        written: For each id space, how its values were written; empty if the manifest records it for all its columns.
+        written: For each id space, the forms of its values; empty if the manifest has the forms of all the space's
+            columns, and for Criteo data.
         rates: For each id space, the share of out-of-vocabulary values in training rows.
 
     Raises:
@@ -56,7 +57,7 @@ class ValueIds:
         except DamagedError as error:
             raise self._broken(error.what) from None
         everything = (self._first, schema.rows - self._first)
-        if any((space.first, space.size) != everything for space in schema.spaces):  # not a manifest of version 1
+        if any((space.first, space.size) != everything for space in schema.spaces):  # in version 1, each spans all ids
             for found, space in zip(spaces, schema.spaces, strict=True):
                 if found.segments != space.segments:
                     raise self._broken(f"its ids of {space.name!r} differ from those in the manifest")
@@ -67,7 +68,7 @@ class ValueIds:
         unrecorded = {column.space for column in schema.columns if column.name not in data.kinds}
         forms: dict[str, frozenset[int]] = {space.name: frozenset() for space in spaces}
         for first, size, name in sorted((*segment, space.name) for space in spaces for segment in space.segments):
-            for chunk in values.slice(first, size).chunks if size else ():  # in the order of the ids
+            for chunk in values.slice(first, size).chunks if size else ():  # in id order, which `_ids` needs
                 self._texts.add(*arrow.get_buffers(self._named(name, chunk)))
                 if name in unrecorded and data.is_table:
                     forms[name] |= find_forms(chunk)
@@ -92,7 +93,7 @@ class ValueIds:
         return self._ids(*arrow.get_buffers(self._named(space, texts)))
 
     def find_few(self, spaces: Sequence[str], texts: Sequence[Sequence[str]]) -> LongIds:
-        """Return the id of each text, or -1 for an unknown one, one id space after the other."""
+        """Return the ids of `texts[i]` in `spaces[i]` for all i, concatenated; -1 for an unknown text."""
         prefixes = [self._prefixes.get(space, "?").encode() for space in spaces]
         named = [prefix + text.encode() for prefix, some in zip(prefixes, texts, strict=True) for text in some]
         return self._ids(*_buffers(named))
@@ -125,11 +126,11 @@ class PlainColumn(NamedTuple):
     Attributes:
         name: The feature's name.
         source: The name of the file's column.
-        number: Its position among the data set's columns with ids.
-        space: The name of its id space.
+        number: The column's index among the data set's columns with ids.
+        space: The name of the column's id space.
         oov: The id of unknown values.
-        written: How its values were written in training.
-        reading: How its values are read; without missing-value markers, buckets and weights.
+        written: How the id space's values were written in training.
+        reading: How the column's values are read; it has no missing-value markers, buckets or weights.
     """
 
     name: str
@@ -151,11 +152,11 @@ class PlainRows:
 
     Args:
         data: The data set's manifest; its bags have no weights.
-        readings: How columns are read, by name; without missing-value markers, buckets, vectors and decimal commas.
+        readings: Reading settings by feature; none has missing-value markers, buckets, vectors or decimal commas.
         written: How the values of each id space were written in training.
         known: The mapping from values to ids.
         scaling: The scaling of numbers.
-        largest: The largest number of each numeric column, float64 [dense columns].
+        largest: The largest number that is accepted in each numeric column, float64 [dense columns].
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class PlainRows:
     def encode(self, rows: Mapping[Any, Any]) -> Batch | None:
         """Return rows as a batch whose labels are all NaN, or None if only `Encoding.encode` can read them.
 
-        `rows` has columns by name; they are read if each is a list of the same length.
+        `rows` has columns by name. The needed ones must be lists of the same length, from 1 to 65,536.
         """
         try:
             return self._encode(rows)
@@ -218,7 +219,7 @@ class PlainRows:
                 values, of_rows = column.reading.known(values, of_rows, np.ones(len(values), np.bool_))
             bags[column.name] = values.astype(self._type), of_rows
         single = np.ascontiguousarray(ids[: edges[first]].reshape(first, n).T, dtype=self._type)
-        dense = np.ascontiguousarray(self._scaling.transform(numbers))  # the order of memory may change last bits
+        dense = np.ascontiguousarray(self._scaling.transform(numbers))  # C order: the same bits as `Encoding`
         return Batch(np.full((n, *self._labels), np.nan, np.float32), dense, single, bags)
 
     def _read_numbers(self, values: list[Any], n: int) -> Numbers:
@@ -253,7 +254,7 @@ class PlainRows:
                 is_unknown = ids[start:stop] < 0
                 if is_unknown.any():
                     if column.written.has_type:
-                        raise _UnusualError  # it may have been written differently in training
+                        raise _UnusualError  # an unknown value may have been written differently in training
                     ids[start:stop][is_unknown] = column.oov
         return ids
 
@@ -285,11 +286,11 @@ class _UnusualError(Exception):
 
 
 def _split(reading: ReadSettings, rows: Sequence[Any]) -> tuple[list[Any], Lengths]:
-    """Return the values of bags that are not missing, one row after the other, and their number in each row."""
+    """Return the bags' concatenated values without missing ones, and the number of values in each row."""
     kinds = set(map(type, rows)) - {_NONE}
     if kinds == {str} and reading.separator is not None:
         if reading.trimmed and "[" in "".join(filter(None, rows)):
-            raise _UnusualError  # it may be a list in text
+            raise _UnusualError  # the text may be a list in brackets
         lists = [text.split(reading.separator) if text else [] for text in rows]
     elif kinds <= {list}:
         lists = [values or [] for values in rows]
@@ -305,7 +306,7 @@ def _split(reading: ReadSettings, rows: Sequence[Any]) -> tuple[list[Any], Lengt
 
 
 def _texts(written: Written, values: Sequence[Any]) -> Sequence[str]:
-    """Return the texts that values had in training."""
+    """Return the texts that values had in training; raise _UnusualError if they are unknown."""
     kinds = set(map(type, values))
     if kinds <= {str}:
         return values
@@ -329,7 +330,7 @@ def _require_as_trained(written: Written, texts: Sequence[str]) -> None:
 
 
 def _have_plain_ends(columns: Sequence[Sequence[Any]]) -> bool:
-    """Return whether the texts among some columns' values certainly neither begin nor end with whitespace."""
+    """Return whether it is certain that no text among the columns' values begins or ends with whitespace."""
     ends = "".join([text[0] + text[-1] for values in columns for text in values if type(text) is str and text])
     if ends.isascii() and ends.isprintable() and " " not in ends:
         return True

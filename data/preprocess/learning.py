@@ -21,15 +21,15 @@ from hostdev.data.schema import Schema, Space
 from hostdev.kernels.strings import BYTES_A_TEXT, BYTES_A_VALUE
 
 RANGE_SHARE = 0.25  # share of a worker's memory per thread, for the values of a range
-_PLACE_BYTES = 48  # per value: its first occurrence and uses, while a range's file is written
-_MARGIN = 1.05  # for the error of the estimates, and for the ranges' different sizes
-GROUP_VALUES = 1 << 20  # maximum values that a task `rank` puts in order
+_PLACE_BYTES = 48  # bytes per value for its first occurrence and its uses, while a range's file is written
+_MARGIN = 1.05  # factor for the error of the estimates, and for ranges larger than others
+GROUP_VALUES = 1 << 20  # maximum values that a task `rank` puts in order, unless a single piece has more new ones
 SURVEYS = 64  # maximum surveys that a task merges
-MOMENTS = 8  # maximum pieces that a task `moments` reads
+MOMENTS = 8  # maximum pieces in the group of a task `moments`
 
 
 class _Group(NamedTuple):
-    """Values with consecutive ids of an id space, which one task puts in order; see `words.rank`."""
+    """Values of an id space that one task puts in the order of their ids; see `words.rank`."""
 
     number: int
     place: tuple[int, int, int, int]
@@ -78,7 +78,7 @@ class Learning:
         return found
 
     def _moments(self) -> list[Task]:
-        """Return the tasks `moments`, one per group of pieces; none if the task `scale` reads all pieces or none."""
+        """Return the tasks `moments`, one per group of pieces; [] if the task `scale` reads all pieces, or none."""
         work = self._work
         if work.in_memory or work.earlier.keeps or not self._layout.dense or not has_groups(make_scaling(work)):
             return []
@@ -180,7 +180,7 @@ class Learning:
         return ranges
 
     def _number(self, by_space: Sequence[Sequence[Result]]) -> tuple[Schema, list[int], list[list[_Group]]]:
-        """Return the schema, each id space's first id of a new value, and its groups of values with consecutive ids."""
+        """Return the schema and, for each id space, the first id of its new values and its groups of values."""
         spaces, firsts, groups, first = [], [], [], self._known.first
         for number, (space, counted) in enumerate(zip(self._known.spaces, by_space, strict=True)):
             size = sum(one["new"] for one in counted)
@@ -219,7 +219,7 @@ class Learning:
 
 
 def _sum_uses(parts: Sequence[Result]) -> tuple[int, int]:
-    """Return the occurrences of values with a known id, and of all values, in the parts of an id space."""
+    """Return how often values of the earlier data set, and all values, occur in the parts of an id space."""
     return sum(part["known_uses"] for part in parts), sum(part["uses"] for part in parts)
 
 
@@ -235,7 +235,7 @@ def _earlier_groups(space: Space) -> Iterator[_Group]:
 
 
 def _new_groups(firsts: npt.NDArray[np.int64], first: int, number: int) -> Iterator[_Group]:
-    """Yield groups of about GROUP_VALUES new values, which occur first in consecutive pieces.
+    """Yield groups of new values that occur first in consecutive pieces; see `GROUP_VALUES` for their size.
 
     Args:
         firsts: For each piece, the number of new values that occur first in it, int64 [pieces].

@@ -54,7 +54,7 @@ def check_length(where: str, length: int) -> None:
 def with_elements(
     readings: Mapping[str, ReadSettings], vectors: Mapping[str, Vector], settings: Mapping[str, ReadSettings]
 ) -> dict[str, ReadSettings]:
-    """Return the reading settings of all features, where the numeric columns of vectors read elements of a list.
+    """Return the reading settings of all features; the numeric columns of a vector read the elements of its list.
 
     Args:
         readings: Settings by feature. A vector's columns have only the settings that apply to all columns.
@@ -135,7 +135,7 @@ class WrongNumberError(Exception):
 
 
 def _columns(names: Sequence[str], readings: Mapping[str, ReadSettings]) -> Iterator[tuple[int, str, int]]:
-    """Yield each vector and each other numeric column: its first column's index and name, and its number of columns."""
+    """Yield the first column's index and name, and the column count, of each vector and each other numeric column."""
     for place, name in enumerate(names):
         reading = readings[name]
         if not reading.element:  # not a later element of a vector
@@ -202,7 +202,8 @@ class WeightedValues(NamedTuple):
         values: The concatenated values of all rows, without their weights [N].
         lengths: The number of values of each row, int32 [n].
         weights: The weights, float64 [N]; NaN if invalid or missing.
-        wrong: Mask of the rows with an invalid weight or text, bool [n]; the weight of a missing value is ignored.
+        wrong: Mask of the rows with an invalid weight or text, or with more or fewer weights than values, bool [n]; the
+            weight of a missing value is ignored.
     """
 
     values: pa.Array
@@ -212,7 +213,7 @@ class WeightedValues(NamedTuple):
 
 
 def can_be_weights(found: pa.DataType, separator: str | None) -> bool:
-    """Return whether a column of this type can have the weights of a bag whose values `separator` splits in text."""
+    """Return whether a column of this type can have a bag's weights; `separator` is the bag's, or None for lists."""
     kind = arrow.classify_type(found)
     if kind == "list":
         return arrow.classify_type(found.value_type) in ("number", "text", "bool")
@@ -245,7 +246,7 @@ def encode_weighted(reading: ReadSettings, name: str, get: Get) -> tuple[Codes, 
 
 
 def require_weighted(reading: ReadSettings, name: str, get: Get) -> WeightedValues:
-    """Read a weighted bag; raise WrongValueError for the first row that has an invalid weight or text."""
+    """Read a weighted bag; raise WrongValueError for the first row of `WeightedValues.wrong`."""
     found, invalid, given, sizes = _read(reading, name, get)
     if not found.wrong.any():
         return found
@@ -284,13 +285,13 @@ def _read(reading: ReadSettings, name: str, get: Get) -> tuple[WeightedValues, M
         if uneven.any():
             given = _fitted(given, sizes, lengths, uneven)
         wrong = wrong | unreadable | uneven
-    unmarked = ReadSettings(decimal=reading.decimal)  # missing-value markers are for values
+    unmarked = ReadSettings(decimal=reading.decimal)  # no missing-value markers, which apply only to values
     weights, _ = unmarked.numbers_where_readable(given)
     cleaned = reading.clean(arrow.decoded(values))
     is_missing = pc.is_null(cleaned, nan_is_null=True).to_numpy(zero_copy_only=False)
     if pa.types.is_string(cleaned.type):
         is_missing = is_missing | pc.fill_null(pc.equal(cleaned, ""), True).to_numpy(zero_copy_only=False)
-    valid = (weights >= 0) & (weights <= _LARGEST)  # NaN is neither
+    valid = (weights >= 0) & (weights <= _LARGEST)  # false for NaN
     invalid = ~is_missing & ~valid
     rows = np.repeat(np.arange(len(lengths)), lengths)
     invalid &= ~wrong[rows]
@@ -300,7 +301,7 @@ def _read(reading: ReadSettings, name: str, get: Get) -> tuple[WeightedValues, M
 
 
 def _flat(reading: ReadSettings, array: pa.Array) -> tuple[pa.Array, Codes, Mask]:
-    """Return the concatenated values of lists or texts, each row's number of values, and the rows that are not UTF-8.
+    """Return the concatenated values of lists or texts, each row's number of values, and the mask of rows not in UTF-8.
 
     An empty text has no values.
     """

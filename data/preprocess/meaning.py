@@ -13,8 +13,8 @@ from hostdev.data.preprocess.stored import StoredVocabulary
 from hostdev.data.schema import Schema
 from hostdev.kernels.arrays import Array
 
-_AT_ONCE = 1 << 20  # ids
-_SHOWN = 120  # characters of a value or a list of columns
+_AT_ONCE = 1 << 20  # ids compared at a time
+_SHOWN = 120  # maximum characters of a value, or of a list of columns, in a message
 
 
 def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str | None:
@@ -42,7 +42,7 @@ def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str
 
 
 def different_columns(there: Manifest, here: Manifest) -> str | None:
-    """Describe the first difference from a checkpoint's data set in columns, scaling or hashed features, or None."""
+    """Describe the first difference from a checkpoint's columns, scaling or hashed features; None if there is none."""
     pairs = (
         ("numeric columns", there.schema.dense, here.schema.dense),
         ("columns with ids", _columns(there.schema), _columns(here.schema)),

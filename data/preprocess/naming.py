@@ -21,7 +21,7 @@ def parse_names(texts: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def listed(names: Sequence[Any]) -> str:
-    """Format as many names as fit into a message; quote names that begin or end with whitespace."""
+    """Format as many names as fit into a message; quote empty names and names that begin or end with whitespace."""
     shown: list[str] = []
     for name in map(str, names[:_MOST_NAMES]):
         text = short(repr(name) if name != name.strip() or not name else name, _EACH)

@@ -20,7 +20,7 @@ DECIMALS = (".", ",")
 _LOCAL = re.compile(r"local:([0-9]+)")
 _ADDRESS = re.compile(r"(tcp|tls)://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
 MOST_LOCAL = 1024  # maximum number of workers of --scheduler local:N
-THRESHOLD = 1  # default for tables: values seen once carry no information; they train the out-of-vocabulary id
+THRESHOLD = 1  # default for tables; a value seen once carries no information, and trains the out-of-vocabulary id
 
 
 def ids_in_words(ids: int) -> str:
@@ -61,7 +61,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionFlags(OptionGroup):
-    """How rows become shards: the flags that set `Options`; None if a flag is not given."""
+    """The flags that set `Options`, for the conversion of rows to shards; None if a flag is not given."""
 
     section: ClassVar[str] = "conversion"
     title: ClassVar[str] = "conversion of rows to shards"
@@ -262,7 +262,7 @@ class RowFlags(RoleFlags, ColumnFlags, SplitFlags, ConversionFlags, EarlierFlags
 
 @dataclass(frozen=True, kw_only=True)
 class TableFlags(RowFlags, TextFlags):
-    """The options of `table`."""
+    """The options of `preprocess table`."""
 
     section: ClassVar[str] = "files"
     title: ClassVar[str] = "files of test and validation rows"
@@ -272,9 +272,9 @@ class TableFlags(RowFlags, TextFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class CriteoFlags(ConversionFlags, EarlierFlags, RunFlags):
-    """The options of `criteo`."""
+    """The options of `preprocess criteo`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticFlags(ConversionFlags, RunFlags):
-    """The options of `synthetic`."""
+    """The options of `preprocess synthetic`."""

@@ -134,7 +134,7 @@ class SplitDraw:
 
     @property
     def draws(self) -> bool:
-        """Whether any row is drawn, so that row numbers matter."""
+        """Whether a fraction is set, so that row numbers decide splits."""
         return self._test is not None or self._validation is not None
 
     def splits(self, given: npt.NDArray[np.uint8] | None, n: int, begin: int) -> npt.NDArray[np.uint8]:
@@ -248,7 +248,7 @@ def survey(piece: PieceFile, spaces: int) -> Survey:
 
 
 def survey_values(by_space: Iterable[Iterable[Any]], *, texts: bool) -> Survey:
-    """Survey distinct values, given by id space in chunks: texts or integers."""
+    """Survey distinct values, given by id space in chunks; `texts` is false if they are integers."""
     registers, samples = [], []
     for chunks in by_space:
         hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
@@ -313,7 +313,7 @@ def _in_order(rows: RawRows, layout: SourceLayout, space: str) -> npt.NDArray[np
 
 
 def _sums(values: Array, lengths: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the sums of the values in consecutive segments with these lengths; those of floats are floats."""
+    """Return the sums over consecutive segments of these lengths: floats for float values, otherwise integers."""
     edges, kind = np.cumsum([0, *lengths]).tolist(), np.float64 if values.dtype.kind == "f" else np.int64
     return tuple(values[a:b].sum(dtype=kind).item() for a, b in pairwise(edges))
 

@@ -1,4 +1,4 @@
-"""Access to files of raw rows: on this machine, or in an object store, with a path from `addresses.source_path`.
+"""Access to files of raw rows, on this machine or in an object store, by paths from `addresses.source_path`.
 
 Files of a store are read as streams, without a copy on this machine.
 """
@@ -18,8 +18,8 @@ from hostdev.core.addresses import address_of, shown_place
 from hostdev.core.errors import UserError
 from hostdev.core.stores import About, Store
 
-_FIRST, _MOST = 1 << 16, 1 << 23  # bytes of a stream's first request, and maximum of later ones
-_AHEAD = 2  # requests that are prefetched
+_FIRST, _MOST = 1 << 16, 1 << 23  # bytes of a stream's first request, and maximum bytes of a later one
+_AHEAD = 2  # maximum number of prefetched requests
 
 
 def is_file(path: Path) -> bool:
@@ -69,7 +69,7 @@ def open_arrow(path: Path, *, mapped: bool = False) -> Any:
 
 
 def identities(paths: list[Path]) -> Iterator[tuple[Path, Any]]:
-    """Yield files with values that are equal for the same file under two names; skip missing files of this machine."""
+    """Yield each path with a value that two paths of the same file share; skip files missing on this machine."""
     for path in paths:
         if (address := address_of(path)) is not None:
             yield path, address
@@ -84,7 +84,7 @@ def _store(address: str) -> Store:
 
 
 def _find(path: Path) -> tuple[Store, str]:
-    """Return the store at the folder of a file, and the file's name."""
+    """Return the store of a file's folder, and the file's name; raise UserError for any other path."""
     address = address_of(path)
     if address is None or "/" not in address.partition("://")[2]:
         raise UserError(f"{address or path} is not the address of a file; give one such as s3://BUCKET/FOLDER/FILE")
@@ -95,7 +95,7 @@ def _find(path: Path) -> tuple[Store, str]:
 def about_in_store(path: Path) -> About | None:
     """Return the facts about a file in a store, given its path from `source_path`; None if there is no such file."""
     if (address := address_of(path)) is not None and "/" not in address.partition("://")[2]:
-        return None  # a bucket
+        return None  # a bucket is no file
     store, name = _find(path)
     return store.about(name)
 

@@ -44,7 +44,7 @@ class RejectedLines:
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, pa.Array]) -> "RejectedLines":
-        """Return the lines in the result of `columns`, which are read one by one."""
+        """Return the lines in `columns`, a result of the method `columns`; a line is read when it is needed."""
         [file] = columns["file"].to_pylist() or [""]
         reasons, texts = columns["reason"], columns["text"]
         return cls(file, columns["line"], lambda i: (reasons[i].as_py(), texts[i].as_py()))
@@ -88,7 +88,7 @@ class RejectedLines:
             for name, some in parts.items():
                 some.append(pa.array([getattr(line, name) for line in lines], pa.large_string()))
         texts = {name: pa.concat_arrays(some or [pa.array([], pa.large_string())]) for name, some in parts.items()}
-        file = self.file.encode(errors="replace").decode()  # a name may not be valid text
+        file = self.file.encode(errors="replace").decode()  # a file's name need not be valid text
         return {"file": pa.array([file][: len(self)], pa.large_string()), "line": pa.array(self.numbers), **texts}
 
 
@@ -101,10 +101,10 @@ class SourceLayout:
         dense: Names of the numeric columns.
         ids: Columns with one id per row.
         bags: Columns with any number of ids per row.
-        hashed: For each id space, a key that is hashed together with its values; None to use the spaces' names.
+        hashed: For each id space, a key that is hashed with each of the space's values; None to use the spaces' names.
         thresholds: Vocabulary thresholds by id space, which override the default.
         scaling: Scaling settings by numeric column, which override the default.
-        targets: The other labels, which labels are numbers, and the weight.
+        targets: Names of the other labels, of the labels that are numbers, and of the weight.
     """
 
     label: str
@@ -152,10 +152,10 @@ class RawRows:
     keys: npt.NDArray[np.int64]  # [n, columns with one id per row]
     bags: Bags = ()  # for each bag, the concatenated keys of all rows [N] and the number of keys of each row [n]
     rejected: RejectedLines = field(default_factory=RejectedLines)
-    splits: npt.NDArray[np.uint8] | None = None  # [n], each row's index in `manifest.SPLITS`; None to draw them later
+    splits: npt.NDArray[np.uint8] | None = None  # [n], indices of splits in `manifest.SPLITS`; None to draw later
     texts: Mapping[str, pa.Array] | None = None  # by id space, the values; None if keys are not indices
     missing: Mapping[str, int] = field(default_factory=dict)  # by id space, the key of a missing value
-    forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids (see `preprocess.forms`)
+    forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # value forms (`preprocess.forms`) by column
     weight: npt.NDArray[np.float32] | None = None  # [n]; None: all are 1
     bag_weights: Mapping[int, npt.NDArray[np.float32]] = field(default_factory=dict)  # [N], by index in `bags`
 
@@ -208,7 +208,7 @@ class InputRange(NamedTuple):
 
     Attributes:
         input: The input's number.
-        place: Where the blocks are, as the source divides the input; None for all of it; or a block in memory.
+        place: Where the blocks are: a place that `Source.ranges` chose, None for the whole input, or a block itself.
         size: In the source's unit, for the progress bar; 0 if unknown.
         begin: The number of rows before the range; None if it is unknown until the ranges before are parsed.
     """
@@ -230,7 +230,7 @@ class Source:
         has_validation: Whether the source itself assigns rows to validation.
         signed: Whether negative numbers are scaled symmetrically to positive ones; false for Criteo, where they are
             markers.
-        inputs: The inputs that are numbered in positions: files, or standard input (`inputs.AnyInput`).
+        inputs: Files, or standard input (`inputs.AnyInput`); `SourcePosition.input` is an index of these.
     """
 
     layout: SourceLayout

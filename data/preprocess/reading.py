@@ -77,7 +77,7 @@ class ReadSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     def within(self, missing: Iterable[str], decimal: str, separator: str | None, *, trimmed: bool) -> "ReadSettings":
-        """Return these settings with those for all columns added, and with a bag's `separator` or None."""
+        """Return these settings with those for all columns added; `separator` is a bag's, or None."""
         every = tuple(dict.fromkeys([*missing, *self.missing]))
         return replace(self, trimmed=trimmed, missing=every, separator=separator, decimal=decimal)
 
@@ -211,7 +211,7 @@ class ReadSettings:
         return lists.flatten().take(pa.array(values)), lengths
 
     def split(self, texts: pa.StringArray) -> pa.ListArray:
-        """Split texts into values; a text in square brackets is parsed as a Python or JSON list."""
+        """Split texts into values; if `trimmed`, a text in square brackets is read as a Python or JSON list."""
         assert self.separator is not None
         if not self.trimmed:
             return pc.split_pattern(texts, self.separator)
@@ -229,7 +229,7 @@ class ReadSettings:
         lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values)
         if not cut.any():
             return lists
-        rows = lists.to_pylist()  # a separator inside quotes, which is rare
+        rows = lists.to_pylist()  # slow, but a separator inside quotes is rare
         for row in np.unique(np.searchsorted(ends, np.flatnonzero(cut), "right") - 1).tolist():
             rows[row] = _parse_list(texts[row].as_py(), rows[row])
         return pa.array(rows, pa.list_(pa.string()))

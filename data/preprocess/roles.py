@@ -54,8 +54,8 @@ _IDS = re.compile(
     r"|([acgipsuv]|gu|uu)id",
     re.I,
 )
-_CHANCE = 1e-4  # rows whose labels are all equal are suspicious if the probability of this by chance is lower
-_LEAST = 20  # minimum rows with each label, for numbers to be found to separate the labels
+_CHANCE = 1e-4  # equal labels in some rows suggest a leak if their probability by chance is lower than this
+_LEAST = 20  # minimum rows of each label; with fewer, numbers that separate the labels do not suggest a leak
 _YEAR, _MONTH, _DAY = r"(?:19|20|21)\d\d", r"(?:0?[1-9]|1[0-2])", r"(?:0?[1-9]|[12]\d|3[01])"
 _MONTH_NAME = r"(?i:jan|feb|mar|mär|apr|may|mai|jun|jul|aug|sep|okt|oct|nov|dec|dez)[a-zäé]*\.?"
 _WEEKDAY = r"(?:(?i:mon|tue|wed|thu|fri|sat|sun)[a-z]*,? )?"
@@ -101,7 +101,7 @@ _POSITIONS = {
 
 @dataclass
 class SampledColumn:
-    """A column of the first rows.
+    """A column, in the first rows of a table.
 
     `type` is the column's type in the file. `texts` has all values as text, or the lists of a list column; `known` has
     the elements of `texts` that are not missing. `marks` has the missing-value markers that occur often (see `_RARE`).
@@ -314,7 +314,7 @@ def is_named_like_ids(column: SampledColumn) -> bool:
 
 
 def find_weight(columns: Sequence[SampledColumn]) -> str | None:
-    """Return the name of the column with the rows' weights, or None if no name is clear."""
+    """Return the name of the first column that has a weight's name and values that can be weights; otherwise None."""
     return next((one.name for one in columns if _WEIGHTS.fullmatch("_".join(one.words)) and _can_weigh(one)), None)
 
 

@@ -34,7 +34,7 @@ class RowSource:
         """Add the source's own options and arguments; `to` already has --out and the options of `RowFlags`."""
 
     def open(self, arguments: argparse.Namespace) -> "TableFile":
-        """Return the rows, a subclass of `RecordBatches`; raise UserError if they cannot be read."""
+        """Return the rows as a `RecordBatches`; raise UserError if they cannot be read."""
         raise NotImplementedError
 
 
@@ -97,7 +97,7 @@ class RecordBatches:
 
 
 class _Input:
-    """What a preparation uses of an `inputs.InputFile`, for rows that are not in a file."""
+    """The members of `inputs.InputFile` that a preparation uses, for rows that are not in a file."""
 
     plain, size, path = False, 0, Path("-")
 

@@ -26,9 +26,9 @@ from hostdev.data.preprocess.vocabulary import CountedValues, HashBuckets
 from hostdev.data.preprocess.work import WorkFolder
 
 Files = dict[str, str]  # CRC-32, or SHA-256 for shards, by name within the folder
-Result = dict[str, Any]  # of a task: JSON if it is for the journal; "files" has the files that the task has written
+Result = dict[str, Any]  # a task's result: JSON if the journal records it; "files" has the files that the task wrote
 T = TypeVar("T")
-_SHA_256 = 64  # hexadecimal digits
+_SHA_256 = 64  # hexadecimal digits of a SHA-256
 
 # Names of files: a piece, its survey, and the ids of its dictionaries' values; and a file of the finished data set.
 piece_name = "pieces/{}.arrow".format
@@ -43,11 +43,11 @@ class Workspace:
     Parsed rows, surveys and counted values stay in memory between tasks.
 
     Args:
-        folder: The folder of all files.
+        folder: The work folder, which has all files of the preparation.
         splits: The names of the splits.
 
     Attributes:
-        stopping: Set when results are no longer needed; a task that is not noted then ends after its current piece.
+        stopping: Set when results are no longer needed; a task that reads all pieces then ends after its current piece.
         advance: Called by tasks after each piece.
         values: By id space, the counted values.
         surveys: By piece, the survey of its values until the client takes it.
@@ -70,13 +70,13 @@ class Workspace:
 
     @cached_property
     def hashed(self) -> HashBuckets | None:
-        """The hash that maps values to ids, if there is no vocabulary."""
+        """The hash that maps values to ids; None if a vocabulary does."""
         buckets = self.options.hash_buckets
         return None if buckets is None else HashBuckets(buckets, self.source.layout)
 
     @property
     def stored(self) -> StoredVocabulary:
-        """The vocabulary of the earlier data set, whose checksum is compared once."""
+        """The earlier data set's vocabulary, which is opened and checked once."""
         return self.once("stored", self._open_stored)
 
     def _open_stored(self) -> StoredVocabulary:
@@ -94,23 +94,23 @@ class Workspace:
         """Do nothing; on a worker, raise TransientError if an input is not the file that the client sees."""
 
     def blocks(self, one: InputRange) -> Iterator[RawBlock]:
-        """Yield the blocks of a range; here, its place is its only block."""
+        """Yield the blocks of a range; in one process, the range's place is its only block."""
         yield one.place
 
     def put_rows(self, name: str, rows: RawRows) -> Files:
-        """Keep a block's parsed rows for the task that writes them as a piece; return the file, if there is one."""
+        """Keep a block's parsed rows for the task that writes them as a piece; return the file written, if any."""
         self._rows[name] = rows
         return {}
 
     def take_rows(self, name: str) -> RawRows | None:
-        """Return the parsed rows of a block; None if they are no longer there."""
+        """Return the parsed rows of a block; None if they are no longer kept."""
         return self._rows.pop(name, None)
 
     def drop_rows(self, name: str) -> None:
-        """Remove what is left of the parsed rows of a block whose piece is written."""
+        """Do nothing; on a worker, remove the file with the parsed rows of a block whose piece is written."""
 
     def put_survey(self, name: str, found: Survey) -> Files:
-        """Keep the survey of a piece's values; return the file, if there is one."""
+        """Keep the survey of a piece's values; return the file written, if any."""
         self.surveys[name] = found
         return {}
 
@@ -129,7 +129,7 @@ class Workspace:
         return [name, checksum(self.path(name), Crc32)]
 
     def read_json(self, name: str, crc: str) -> Any:
-        """Return the content of a file of JSON, which is kept in memory; raise TransientError if it is damaged."""
+        """Return the cached content of a file of JSON; raise TransientError if the file is damaged."""
         return _read_json(self.path(name), crc)
 
     def are_intact(self, files: Files) -> bool:
@@ -155,7 +155,7 @@ class Task(NamedTuple):
         kind: A name of `tasks.TASKS`.
         arguments: Its arguments; JSON values if the task is noted.
         size: Its share of the progress bar.
-        priority: Tasks with a higher one run first.
+        priority: On a cluster, tasks with a higher priority run first.
         again: Whether the task runs even if the journal has its result.
         noted: Whether its result is recorded in the journal.
     """
@@ -219,7 +219,7 @@ class Runner:
         work.rewrite(list(self._known.values()))
 
     def known(self, task: Task) -> Result | None:
-        """Return the journal's result of a task, or None."""
+        """Return the journal's result of a task with the same arguments, or None."""
         found = self.find(task.key, task.kind)
         return None if found is None or self._known[task.key]["arguments"] != _checksum(task) else found
 

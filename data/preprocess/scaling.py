@@ -40,7 +40,7 @@ def make_scaling(mode: str, names: tuple[str, ...], *, signed: bool) -> Scaling:
 
 
 def fixed_scaling(mode: str, names: tuple[str, ...], statistics: Mapping[str, Any], *, signed: bool) -> Scaling:
-    """Return the scaling that a manifest's statistics describe."""
+    """Return the scaling of this mode that a manifest's statistics fix; all columns have the same mode."""
     if mode != "standard":
         return ByMaximum(mode, names, signed=signed, maximum=np.array(statistics["dense_max"], np.float64))
     return _Fixed(names, *(np.array(statistics[name], np.float64) for name in ("dense_mean", "dense_deviation")))
@@ -127,7 +127,7 @@ class Standard:
 
     @np.errstate(over="ignore", invalid="ignore")
     def merge(self, low: Numbers, high: Numbers, count: Numbers, mean: Numbers, squares: Numbers) -> None:
-        """Add the `moments` of the next block of rows, in place of `observe`."""
+        """Add the `moments` of the next block of rows, computed by `observe` or by another task."""
         self._low, self._high = np.minimum(self._low, low), np.maximum(self._high, high)
         total = self._count + count
         step, share = mean - self._mean, count / np.maximum(total, 1)
@@ -251,8 +251,8 @@ class ByColumn:
     Args:
         names: Names of the columns.
         parts: Pairs of column indices and the scaling of these columns; also an attribute.
-        clips: The two quantiles of each clipped column whose limits `find_limits` will learn, by name; an attribute.
-        limits: The learned limits of clipped columns.
+        clips: By name, the two quantiles of each clipped column; `find_limits` learns its limits; also an attribute.
+        limits: By name, limits of clipped columns that are already known.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ def make(mode: str, names: tuple[str, ...], own: Mapping[str, ColumnScaling], *,
 def fixed(
     mode: str, names: tuple[str, ...], own: Mapping[str, ColumnScaling], statistics: Mapping[str, Any], *, signed: bool
 ) -> Scaling:
-    """Return the scaling that a manifest's statistics define."""
+    """Return the scaling that a manifest's statistics fix; the per-column settings in `own` override `mode`."""
     if not own:
         return fixed_scaling(mode, names, statistics, signed=signed)
     parts = []

@@ -26,7 +26,7 @@ from hostdev.kernels.columns import place_column
 _CHECKED_AT_ONCE = 8  # pieces per memory check, since asking the system for free memory is slow
 _SOME = 20  # `find_apart` and `find_squeezed` ignore columns with fewer values
 MOST_VALUES = 2**31 - 1  # maximum values of a bag in a record batch: offsets are int32
-_NEARLY_ALL = 0.999  # share of a column's nonzero numbers that `find_squeezed` looks at
+_NEARLY_ALL = 0.999  # share of a column's nonzero numbers that must be close to 0 for `find_squeezed`
 _OVERHEAD = 16 << 20  # bytes per thread, besides rows
 _NUMBER_BYTES = 24  # per number of a piece during scaling: three float64 copies
 
@@ -230,7 +230,7 @@ class MemoryCheck:
         threads: Number of threads; each writes one shard at a time.
         splits: Number of splits.
         free: Bytes of memory for all threads; None for what is free on this machine.
-        survey: Estimates for the earlier data set's values, which will be in memory, too; None without an earlier one.
+        survey: Estimates for the earlier data set's values, which will be in memory, too; None if there is none.
     """
 
     def __init__(

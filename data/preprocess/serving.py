@@ -21,7 +21,7 @@ from hostdev.data.preprocess.forms import Forms, Written
 from hostdev.kernels.arrays import Mask
 
 _SHOWN = 40
-_LARGEST_EXPONENT = 400  # decimal; the exponents of floats are smaller
+_LARGEST_EXPONENT = 400  # largest decimal exponent of a number that is normalized; floats have smaller ones
 _BOOLS = {form.TITLE: ("True", "False"), form.LOWER: ("true", "false"), form.UPPER: ("TRUE", "FALSE")}
 _BITS = ["false", "0", "0.0", "true", "1", "1.0"]
 _TRUE = 3  # index in _BITS of the first text that means true
@@ -132,7 +132,7 @@ def _convert_text(values: pa.StringArray, written: Written) -> Texts:
 
 
 def _parse(values: pa.Array, forms: Forms, some: Mask, written: Written) -> Iterator[tuple[Mask, Texts]]:
-    """Cast the selected texts to the column's type: yield masks, and the texts that these values may have had."""
+    """Cast the texts that `some` selects to the column's type; yield masks of values with their texts in training."""
     kind = written.kind
     if kind == "bool":
         bits = pc.index_in(pc.utf8_lower(values), value_set=pa.array(_BITS)).fill_null(-1).to_numpy()
@@ -248,7 +248,7 @@ def _number_texts(numbers: pa.StringArray, forms: frozenset[int], *, allow_fract
         if number in form.WHOLES:
             texts.append(_join(integers, "." + "0" * (number - form.WHOLE)))
         elif number in form.FRACTIONS:
-            digits = number - form.FRACTION  # with more, a number cannot have the form
+            digits = number - form.FRACTION  # a number with more digits cannot have the form
             padded = _join(fractions, "0" * digits)
             padded = pc.replace_substring_regex(padded, rf"(\.\d{{{digits}}})0*$", r"\1")
             end = pc.subtract(pc.binary_length(padded), pc.find_substring(padded, "."))

@@ -39,7 +39,7 @@ _MOST = 4096  # maximum number of numeric columns
 class _Row(NamedTuple):
     """A line's label and entries.
 
-    An entry is a column's name; an index, or a slot's value; and a number, which is 1 for slots.
+    An entry has a column's name, an index (for slots, the value) and a number (for slots, 1).
     """
 
     label: str
@@ -55,7 +55,7 @@ def find_kind(source: AnyInput) -> str | None:
 
 
 class SparseText(LineFile):
-    """A file of sparse text; a line is malformed if it has a column that does not occur in the file's first MiB."""
+    """A file of sparse text. Its columns are those of its first MiB; a line with another column is malformed."""
 
     def __init__(self, source: AnyInput, kind: str) -> None:
         self.input, self._kind, self.block_bytes = source, kind, _BLOCK
@@ -128,7 +128,7 @@ class SparseText(LineFile):
         return _Row(first, [entry for entry in named if entry[2] != 0])
 
     def _values(self, row: _Row) -> dict[str, Any] | None:
-        """Return a row's nonempty values by column, or None if the columns cannot hold them."""
+        """Return the values of a row's columns by name, or None if the file's columns cannot hold them."""
         found: dict[str, Any] = {self.names[0]: row.label}
         for name, index, value in row.pairs:
             if self._is_numeric:

@@ -1,4 +1,4 @@
-"""Readers of a data set's files: shards, in parts by several threads, and the vocabulary; and a counter of ids."""
+"""Readers of a data set's shards, in parts, and of its vocabulary; and a counter of ids for several threads."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +82,8 @@ def read_parts(folder: Path, found: Manifest, shard: Shard, *, known: bool = Fal
         known: Whether the shard was checked before; if so, its checksum and values are not checked again.
 
     Raises:
-        DamagedError: The checksum, the schema, a list or the number of rows is wrong, or values are missing.
+        DamagedError: The file is missing or no Arrow file, its checksum, schema, lists or number of rows are wrong, or
+            values are missing.
     """
     path = folder / shard.file
     if not known:

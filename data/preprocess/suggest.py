@@ -31,7 +31,7 @@ _TEXTS = {
     *("summary", "body", "author", "artist", "brand", "street", "state", "subject", "message", "question", "sentence"),
 }
 _FUNCTION_WORDS = "the|a|an|of|and|in|on|to|for|with|is|der|die|das|und|le|la|les|de|du|el|los|y|et"
-_CODE = r"[^ ]*[0-9][^ ]*|[A-Z_]{2,}"  # a part of a bag that is no word
+_CODE = r"[^ ]*[0-9][^ ]*|[A-Z_]{2,}"  # a bag's value that is no word
 _FEW = 100  # up to this many distinct integers may be categories
 _PADS = 0.5  # a value above this share of a bag's values may be padding
 _VECTORS = 0.99  # minimum share of a column's lists that have the same length for it to be a vector
@@ -40,7 +40,7 @@ _MARKED = 0.99  # minimum share of a bag's values that must have a weight for al
 _SHARED = 0.5  # a bag shares the ids of a column that has more than this share of the bag's values
 _SKEWED = 100.0  # a maximum above this many times the median suggests log scaling
 _UNIQUE = 0.9  # above this share of distinct values, a column tells the rows apart
-_MIXED = 0.3  # minimum share of words that occur first as well as later in a text, for them to be values of a bag
+_MIXED = 0.3  # minimum share of parts that occur both first and later in texts, for the parts to be a bag's values
 _NUMBER = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
 _NUMBERS = rf"\[? *{_NUMBER}((, *|;| +){_NUMBER})* *\]?"  # one or more numbers in a text
 _DECIMAL_COMMA = r"[-+]?[0-9]+(,[0-9]+)?"
@@ -70,7 +70,8 @@ class Proposal:
 def suggest(file: TableFile, given: str | None) -> Proposal:
     """Return a proposal for a table; `given` names the label, None chooses one.
 
-    Raises UserError if the file has no rows, has several columns of a name, or has no column named `given`.
+    Raises UserError if the file has no rows, several columns of a name, a JSON object as its first line, or no column
+    named `given`.
     """
     columns = sample(file)
     if given is not None and given not in file.names:
@@ -183,8 +184,8 @@ def _numeric_or_ids(column: SampledColumn) -> Suggestion:
 def _separator(column: SampledColumn) -> str | None:
     """Return a separator that occurs in many texts and splits them into repeating parts, or None.
 
-    Names and titles also have blanks, commas and semicolons. At these separators, a column is split only if its name
-    says that it has several values, if the parts are no words, or if the same words occur at any place.
+    Names and titles have blanks, commas and semicolons, too. At these separators, a column is split only if its name
+    says that it has several values, if the parts are no words, or if the same parts occur both first and later.
     """
     texts = column.known.slice(0, 10_000)
     for separator in _SEPARATORS:

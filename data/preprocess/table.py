@@ -65,7 +65,7 @@ class TableSource(FileSource):
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self.used = options.used()  # names of the columns that are read
-        self._owners = dict(options.share)  # columns that share another column's ids
+        self._owners = dict(options.share)  # for each column that shares another column's ids, the other column
         named = [[file for file in files if isinstance(file, Path)], *chosen]
         paths = [expand(group, is_table) if group else [] for group in named]
         opened: list[list[TableFile]] = [[open_table(path, options.text) for path in group] for group in paths]

@@ -248,7 +248,7 @@ def text_format(flags: TextFlags) -> TextFormat:
 
 
 def _roles(flags: RowFlags) -> dict[str, Any]:
-    """Return the arguments of `TableOptions` for labels, weight and features, and for the form of their values."""
+    """Return `task`, and the arguments of `TableOptions` about labels, weight, features and how to read values."""
     named = {"label": parse_names(flags.label), "positive": flags.positive}
     named |= {"weight": flags.weight, "task": flags.task}
     named |= {"missing": parse_names(flags.missing), "decimal": flags.decimal}

@@ -32,25 +32,25 @@ class TableOptions:
     bags: tuple[tuple[str, str | None], ...] = ()  # name, and the separator of values in text; None for lists
     share: tuple[tuple[str, str], ...] = ()  # a column, and the column whose ids it shares
     test_column: tuple[str, str] | None = None  # a column, and its value in test rows
-    test_after: tuple[str, str] | None = None  # a column; test rows have a larger or later value
+    test_after: tuple[str, str] | None = None  # a column and a value; test rows have a larger or later one
     validation_column: tuple[str, str] | None = None  # a column, and its value in validation rows; test rows excepted
-    validation_after: tuple[str, str] | None = None  # a column; validation rows have a larger or later value
+    validation_after: tuple[str, str] | None = None  # a column and a value; validation rows have a larger or later one
     test_files: tuple[str, ...] = ()  # files of test rows
     validation_files: tuple[str, ...] = ()  # files of validation rows
     columns: tuple[str, ...] | None = None  # names for text without a header
     delimiter: str | None = None  # the separator in text files; None: a comma or a tab, by the suffix or the first line
-    quotes: bool = True  # text files may have values in double quotes
-    encoding: str = "utf-8"  # of text files
-    skipped_lines: int = 0  # at the beginning of each text file
+    quotes: bool = True  # whether values in text files may be in double quotes
+    encoding: str = "utf-8"  # encoding of text files
+    skipped_lines: int = 0  # lines to skip at the beginning of each text file
     missing: tuple[str, ...] = ()  # missing-value markers in all columns
     decimal: str = "."  # the decimal separator of numbers in text
-    trimmed: bool = True  # surrounding whitespace is removed; False for earlier data sets, which kept it
+    trimmed: bool = True  # whether surrounding whitespace is removed; data sets of earlier versions kept it
     features: Mapping[str, ReadSettings] = field(default_factory=dict)  # reading settings by feature
-    thresholds: Mapping[str, int] = field(default_factory=dict)  # by feature with ids, instead of --threshold
-    scaling: Mapping[str, ColumnScaling] = field(default_factory=dict)  # by numeric feature, instead of --dense
+    thresholds: Mapping[str, int] = field(default_factory=dict)  # by feature with ids, in place of --threshold
+    scaling: Mapping[str, ColumnScaling] = field(default_factory=dict)  # by numeric feature, in place of --dense
     targets: Targets = SINGLE_LABEL  # other labels, labels that are numbers, and the weight
-    positives: Mapping[str, str] = field(default_factory=dict)  # by label, in place of `positive`
-    vectors: Mapping[str, Vector] = field(default_factory=dict)  # by feature; `numeric` has their elements
+    positives: Mapping[str, str] = field(default_factory=dict)  # conditions by label, in place of `positive`
+    vectors: Mapping[str, Vector] = field(default_factory=dict)  # by feature; `numeric` has the names of their elements
 
     def __post_init__(self) -> None:
         with_ids = [*self.categorical, *(name for name, _ in self.bags)]
@@ -87,7 +87,7 @@ class TableOptions:
             if reading.weights is not None and reading.weights in ("", dict(self.bags).get(name)):
                 what = "empty" if not reading.weights else "also the separator of its values"
                 raise UserError(f"bag {name!r}: the separator of weights is {what}; give another, such as ':'")
-        _ = self.text  # raises errors
+        _ = self.text  # raises UserError for invalid settings of text files
         for name, vector in self.vectors.items():
             if vector.separator == "":
                 raise UserError(f"vector {name!r}: the separator is empty; leave it out for lists and commas")
@@ -170,7 +170,7 @@ class TableOptions:
         return bool(self.validation_files or self.validation_column or self.validation_after)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the manifest's entry, without defaults except `_ALWAYS`; without "trimmed", whitespace was kept."""
+        """Return the manifest's entry: options of `_ALWAYS`, others if not at their default, and `trimmed` if true."""
         found = {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
         found["features"] = {name: settings for name, one in self.features.items() if (settings := one.as_json())}
         found["targets"] = self.targets.as_json()

@@ -1,6 +1,6 @@
 """Conversion of a table's rows to raw rows: labels, numbers and values, by the columns' roles.
 
-A row is rejected, like a malformed line of text, if a label, its weight, a number, or its value for --test-after or
+A row is rejected, like a malformed line of text, if a label, a weight, a number, or the value for --test-after or
 --validation-after cannot be read.
 """
 
@@ -67,7 +67,7 @@ class _Rows:
         return self.batch.column(self.batch.schema.get_field_index(name))
 
     def number(self, row: int) -> int:
-        """Return the row's number in the file, from 1."""
+        """Return the number of the row at index `row`, as `Chunk.number` does."""
         return self.chunk.number(row if self.places is None else int(self.places[row]))
 
     def take(self, places: npt.NDArray[np.int64]) -> "_Rows":

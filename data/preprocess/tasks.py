@@ -173,7 +173,7 @@ def run_task(work: Workspace, task: Any, arguments: tuple[Any, ...], known: File
 
 
 class Threads:
-    """Runs tasks in threads of this process: an `Executor`."""
+    """Runs tasks in threads of this process: a `runner.Executor`."""
 
     memory: int | None = None
 

@@ -115,7 +115,7 @@ class TextLines(NamedTuple):
     text: bytes
     offset: int  # end of the lines in the input, in decompressed bytes
     taken: int  # bytes that the lines took in the (compressed) file
-    is_last: bool = False  # the rest of the input, without a newline
+    is_last: bool = False  # whether this is the rest of the input, which lacks a newline
 
 
 _NEAR = 1 << 12  # bytes in which the end of a line is looked for first
@@ -165,7 +165,7 @@ def whole_lines(
 
 
 def text_windows(source: AnyInput | Recoded, block_bytes: int) -> list[tuple[int, int]]:
-    """Return the windows of an uncompressed file that `window_lines` reads, each with its size."""
+    """Return the numbers of an uncompressed file's windows for `window_lines`, each with the average size in bytes."""
     windows = -(-source.size // block_bytes)
     return [(window, -(-source.size // windows)) for window in range(windows)]
 
@@ -212,7 +212,7 @@ def _line_end(source: AnyInput | Recoded, start: int, stop: int) -> int:
 
 
 def _last_line_end(source: AnyInput | Recoded, before: int, most: int, too_long: Callable[[], UserError]) -> int:
-    """Return the end of the last line that ends at most at `before`; 0 if there is none."""
+    """Return the end of the last line that ends at or before byte `before`; 0 if there is none."""
     size = _NEAR
     while True:
         first = max(0, before - size)
@@ -277,7 +277,8 @@ def chain(
 ) -> tuple[list[TextRows], UserError | None]:
     """Return the rows of each window of a file of `size` bytes, as `DelimitedFile.parts` yields them.
 
-    Also returns the error that ends the iteration, if any. Windows without a row end have no entry.
+    Also returns the error for rows that are too long or quotes that are never closed, or None. Windows without a row
+    end have no entry.
     """
     rows: list[TextRows] = []
     state = lines = opened = begin = 0

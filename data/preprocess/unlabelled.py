@@ -35,7 +35,7 @@ class EncodedPart(NamedTuple):
 
 
 class _Criteo:
-    """Criteo text; a line with 39 values has no label. The attributes are those of `_Table`."""
+    """Criteo text, without labels if its first line has at most 39 values. The attributes are those of `_Table`."""
 
     def __init__(self, source: AnyInput, encoding: Encoding) -> None:
         self._text, self._encoding = CriteoText(inputs=[source]), encoding
@@ -82,7 +82,7 @@ class _Table:
     """The rows of a table; a part's `places` omits malformed lines and rows with an unreadable number.
 
     Attributes:
-        total: Bytes.
+        total: Size of the input in bytes.
         labelled: Whether there is a label column; individual labels may be missing.
         computes: Whether a query computes the columns.
     """
@@ -120,7 +120,7 @@ class _Table:
             yield EncodedPart(batch, places[kept], chunk.lines, chunk.size, more)
 
     def _further(self, chunk: Chunk) -> pa.RecordBatch | None:
-        """Return the additional columns of a chunk's lines, null for malformed lines; None if there are none."""
+        """Return a chunk's additional columns, null for malformed lines; None without additional columns."""
         if not self._more:
             return None
         columns = [chunk.batch.column(chunk.batch.schema.get_field_index(name)) for name in self._more]

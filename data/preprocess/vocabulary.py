@@ -32,7 +32,7 @@ _MARGIN = 1.03  # error margin of the estimates (see kernels/cardinality.py)
 
 
 def make_values(format_keys: FormatKeys | None) -> "IntegerValues | TextValues":
-    """Return an empty collection of integers, which `format_keys` turns into text; or of texts if it is None."""
+    """Return an empty collection of integers, which `format_keys` formats, or of texts if `format_keys` is None."""
     return TextValues() if format_keys is None else IntegerValues(format_keys)
 
 
@@ -152,7 +152,7 @@ class CountedValues:
         The earlier data set's values get the ids of its segments, pairs (first, number), in `earlier`. The values of
         `new` get the ids from `first` on, and all other values get the id `oov`.
         """
-        # The last element is the id of unseen values, for which `find` returns -1.
+        # The last element is the id of unseen values, for which `self._values.find` returns -1.
         self._ids = np.full(len(self._values.uses) + 1, oov, id_type)
         done = 0
         for begin, count in earlier:
@@ -182,7 +182,7 @@ class WrittenValues(NamedTuple):
     """Some values with consecutive ids.
 
     Attributes:
-        oov: The out-of-vocabulary id of their id space.
+        oov: The out-of-vocabulary id of the values' id space.
         lengths: An upper bound on the bytes of each value's text, int64 [n].
         uses: Occurrences in training rows, int64 [n].
         texts: `texts(a, b)` returns the texts of values [a, b), a string array.

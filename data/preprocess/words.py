@@ -38,7 +38,7 @@ from hostdev.kernels.counter import mix64
 from hostdev.kernels.strings import hash_texts
 
 VOCABULARY_FILE = "vocabulary.arrow"
-_KEPT_OPEN = 1024  # files, mapped into memory
+_KEPT_OPEN = 1024  # maximum number of files that stay mapped into memory
 
 Entry = tuple[Any, Array, Array | None]
 Part = tuple[int, int, int]  # id space, range, number of ranges
@@ -90,7 +90,7 @@ def _open_once(path: Path, inode: int, mtime: int) -> PieceFile:
 
 
 def close_files() -> None:
-    """Close the files that tasks of this process have left open: on a share, they could not be removed."""
+    """Close the files that tasks of this process have left open; on a network share, open files cannot be removed."""
     _open_once.cache_clear()
 
 
@@ -133,7 +133,7 @@ def count(work: Workspace, part: Part, index: list[str]) -> Result:
     """
     space = part[0]
     values = make_values(work.source.format_keys)
-    places: list[tuple[LongIds, LongIds]] = []  # pieces and indices in their dictionaries, where values occur first
+    places: list[tuple[LongIds, LongIds]] = []  # for each value, its first piece, and its index in that dictionary
     for keys, indices in _earlier(work, part):
         before = len(values.uses)
         values.count(keys, np.zeros(len(keys), np.int64))
@@ -151,7 +151,7 @@ def count(work: Workspace, part: Part, index: list[str]) -> Result:
         values.count(keys, uses)
         work.advance()
         if not work.in_memory and (more := len(values.uses) - before):
-            # Without ranges, the order in which values were counted is that of their indices.
+            # In a single range, values are counted in the order of their indices, so any increasing numbers will do.
             indices = np.arange(before, before + more) if where is None else where[values.find(keys) >= before]
             places.append((np.full(more, p), indices.astype(np.int64)))
     counted = CountedValues(values, known, _threshold(work, space))

@@ -163,8 +163,8 @@ class WorkFolder:
 def claim(out: Path) -> Iterator[WorkFolder]:
     """Lock the work folder of a data set for this process; wait while another process uses it.
 
-    The work is removed on success and after a UserError. After TransientError, other errors and interruptions, a note
-    is printed, and the finished work is kept unless the input can be read only once.
+    The work is removed on success, and after a UserError that is not a StoreError. After all other errors and
+    interruptions, a note is printed, and the finished work is kept unless the input can be read only once.
 
     Raises UserError if `out` exists.
     """
@@ -212,7 +212,7 @@ def claim(out: Path) -> Iterator[WorkFolder]:
 def _is_work(folder: Path) -> bool:
     """Return whether a folder is absent, empty or a work folder, which has a lock or a recipe file."""
     try:
-        names = {path.name for path in folder.iterdir()}  # listed once, as another process may be removing it
+        names = {path.name for path in folder.iterdir()}  # listed once, as another process may be removing the folder
     except FileNotFoundError:
         return True
     return not names or _LOCK in names or _RECIPE in names

@@ -30,7 +30,7 @@ from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import KernelTask, ranges, run_tasks
 
 _SEARCHED, _LEAST_STEPS, _MOST_STEPS = 16, 60, 300  # bisection steps; limits of the number of subgradient steps
-VISITS = 4e8  # uses visited over all steps, which takes a few seconds
+VISITS = 4e8  # default for the uses visited over all steps; to visit them takes a few seconds
 _GRAIN = 1 << 13  # rows per task
 _SHRINK_AFTER = 12  # steps without a clearly better bound, after which `gap` is halved
 _DEFLECTION = 1.5  # a parameter of the modified gradient (Camerini et al.)
@@ -209,8 +209,8 @@ def optimal(
 
     After each batch, the cache chooses among its rows and the batch's rows, and keeps those with the highest density. A
     row's density is its uses in the next batch that uses it, divided by the number of batches until then. Over 90
-    batches of Criteo and of Zipf ids, the hit rate was within 0.001 of the linear program's dual bound (sources in
-    `bound`).
+    batches of Criteo and of Zipf ids, the hit rate was within 0.001 of the linear program's dual bound (see
+    `least_cost`).
 
     Args:
         batches: For each batch, in order: its unique ids [U], and how often it uses each, int32 [U].

@@ -95,7 +95,7 @@ class EmbeddingCache:
         self.counting = _on_host("CacheCount", count_occurrences, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
-        self._changed = False  # cached rows have changed since the last write-back
+        self._changed = False  # whether cached rows have changed since the last write-back
         self._recorded: list[tuple[AnyIds, Positions]] = []
         self._recording = record
         self._recorded_ids = self._visits = 0
@@ -121,7 +121,7 @@ class EmbeddingCache:
         return f"a cache that looks {self.window} batches ahead"
 
     def announce(self, ids: AnyIds, inverse: Positions) -> None:
-        """Announce the next batch by the two results of `unique` for its ids, which must be in 0..rows - 1."""
+        """Announce the next batch by the two results of `kernels.unique` for its ids, which must be in 0..rows - 1."""
         if not self._recording and self.planner.policy == POLICIES[LOOKAHEAD]:  # needs only the sum of uses
             self.announcing(ids, len(inverse))
             return
@@ -160,7 +160,10 @@ class EmbeddingCache:
         self._leaving.pop((id(plan), table), None)
 
     def holds(self, rows: AnyIds) -> npt.NDArray[np.bool_]:
-        """Return which rows [N], which no unfinished batch uses, are cached or on their way to the host, bool [N]."""
+        """Return which rows [N] are cached or on their way to the host, bool [N].
+
+        No unfinished batch may use the rows.
+        """
         self._settle()
         held: npt.NDArray[np.bool_] = np.isin(rows, np.concatenate(self._resident))
         for plan, _ in list(self._leaving.values()):
@@ -334,7 +337,7 @@ class EmbeddingCache:
 
 
 class NoCache(EmbeddingCache):
-    """Takes the place of a cache for tables that have none: it has no slots, and its methods do nothing."""
+    """Takes the place of a cache for tables that have none: it has no slots, and the methods below do nothing."""
 
     def __init__(self) -> None:
         self.tables, self.slots = [], []

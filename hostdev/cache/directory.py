@@ -19,12 +19,12 @@ from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 
 ROW = 4 * WORDS  # bytes of a row's data: half a cache line
 _EMPTY, _GONE = -1, -2  # hash table entries; a search continues past _GONE (a tombstone)
-_LIVE, _USED, _HAND, _DEAD = range(4)  # state: rows, positions used, next position to try, tombstones
+_LIVE, _USED, _HAND, _DEAD = range(4)  # in `_state`: live rows, positions used, next position to try, tombstones
 _AGES = 512  # distinct ages, in batches
 _AHEAD, _NEAR = 32, 12  # prefetch distances in ids: the hash table entry, then the row
 _GRAIN = 1 << 14
 _LEAST_BITS, _LOAD = 10, 0.6  # log2 of the hash table's smallest size, and its largest load without tombstones
-_MOST_LOAD = 0.75  # including tombstones
+_MOST_LOAD = 0.75  # the largest load including tombstones
 
 
 class AllRows:
@@ -98,7 +98,7 @@ class Directory:
 
     def __init__(self, rows: int, capacity: int, window: int, least: int = 0) -> None:
         self._rows, self._capacity, self._window, self._least = rows, capacity, window, least
-        self._room = 0  # rows that fit
+        self._room = 0  # number of rows that the directory may have now
         self._state = np.zeros(4, np.int64)
         self._sound = True  # False: an interruption left the hash table inconsistent with the rows
         self._likeliest: Likeliest | None = None

@@ -18,7 +18,7 @@ _PIECES, _PIECE = 16, 1 << 18  # chunks at a time, and rows per chunk
 
 
 class Likeliest(NamedTuple):
-    """The C rows with the largest keys: all rows with a key above `key`, and, up to row `last`, those equal to it."""
+    """The C rows with the largest keys: all rows with a key above `key`, and rows up to `last` with `key` itself."""
 
     counts: npt.NDArray[Any]  # [V], one per row
     per_use: np.float32  # a batch's uses divided by the sum of counts; 0: the count itself is the key

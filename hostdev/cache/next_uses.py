@@ -29,7 +29,7 @@ class NextUses:
     """
 
     def __init__(self, window: int) -> None:
-        self._following: deque[npt.NDArray[np.int32]] = deque()  # the batches' arrays; 0 if no next batch is announced
+        self._following: deque[npt.NDArray[np.int32]] = deque()  # the batches' arrays; 0: no next batch is announced
         self._places = np.zeros((window + 1, 2), np.int64)  # their addresses and lengths, by batch modulo window + 1
 
     @property
@@ -45,7 +45,7 @@ class NextUses:
         parallel_for(announce, len(positions), positions, now, rows, values, decays, self._places, grain=_GRAIN)
 
     def plan(self, positions: AnyIds, rows: Any) -> None:
-        """Advance the rows of the earliest announced batch, which is at these positions, to their next use."""
+        """Set the next use of the rows of the earliest announced batch, whose data is at these positions [U]."""
         following = self._following.popleft()
         assert len(following) == len(positions)
         parallel_for(advance, len(positions), positions, following, rows, grain=_GRAIN)

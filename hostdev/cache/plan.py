@@ -1,4 +1,4 @@
-"""The plan of a batch, its statistics, and the numbering of a batch's rows in the plan's order."""
+"""The plan of a batch, statistics over batches, and the numbering of a batch's rows in the plan's order."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

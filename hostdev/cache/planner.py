@@ -83,7 +83,7 @@ class Planner:
             Lookahead allows at most 32, of which it considers the first 16 individually, but all of them count for
             probabilities.
         counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs counts against
-            recent uses by how well each predicts; others ignore counts.
+            recent uses by how well each predicts; other policies ignore counts.
         costs: Costs of a bypass, an admission and an eviction; only for lookahead.
         budget: Bytes that the data of all rows may take. If these are too few, the data of only some rows is kept, in
             half of the budget, or more if needed.
@@ -127,11 +127,11 @@ class Planner:
                 raise ValueError(f"the policy static needs counts of shape ({rows},), not None")
             self._directory.choose(np.asarray(counts))
         self._bits = min(self.window, MOST_BITS)
-        self._indices = prices(costs, self._bits).reshape(2, -1)  # unused by other policies
+        self._indices = prices(costs, self._bits).reshape(2, -1)  # used only by lookahead
         self._counts = (
             np.asarray(counts) if kind == LOOKAHEAD and counts is not None else None
         )  # kept until the first batch shows how many uses a batch has
-        self._least, self._gate, self._counted = np.float32(0), 0, False  # from the counts, if usable
+        self._least, self._gate, self._counted = np.float32(0), 0, False  # from the counts; `_counted`: if usable
         self._least_of_late, self._gate_of_late = np.float32(0), 0
         self._watched = np.empty(0, np.int32)  # rows used to judge the counts
         self._scores, self._believed = np.zeros(len(_WEIGHTS)), _WEIGHTS[0]
@@ -140,7 +140,7 @@ class Planner:
         self._announced: deque[tuple[AnyIds, Positions | int, AnyIds]] = deque()  # ids, uses, positions
         self._next_uses = NextUses(window) if kind == NEAREST else None
         self._planned = 0  # number of planned batches
-        self._has_hits = True  # the statistics include the hits of the last planned batch
+        self._has_hits = True  # whether the statistics include the hits of the last planned batch
 
     def __len__(self) -> int:
         """Return the number of batches announced but not yet planned."""
@@ -148,7 +148,7 @@ class Planner:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no batch is announced, and no interrupt has left anything behind."""
+        """Whether no batch is announced, and no interrupted call has left a change incomplete."""
         return not self._announced and not self._exchanging and not self._next_uses
 
     @property

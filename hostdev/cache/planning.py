@@ -30,8 +30,8 @@ FINE_BITS = 4  # low bits of a lookahead key: bits of the probability, below the
 _DROPPED_BITS = 17  # low bits of float32's 23 mantissa bits; 6 are kept
 _LOWEST = (127 - 32) << 6  # 2 ** -32 has the key 0
 LAST, BEFORE, SLOT, COUNT, RECENT, CHANCE, MEMBER, ID = range(8)  # words of a row
-NEXT = MEMBER  # with the policy "nearest"
-WORDS = 8  # per row
+NEXT = MEMBER  # the name of this word with the policy "nearest"
+WORDS = 8  # number of words of a row
 SURE = 1e6  # a weight in recent uses, at which counts are fully trusted
 DECAYS = 512  # batches after which a use is forgotten
 _AHEAD = 64  # prefetch distance in rows; read prefetches go to the L2 cache, which allows more in flight
@@ -48,7 +48,7 @@ class PlanContext(NamedTuple):
     bits: int  # number of announced batches that the index table distinguishes
     believed: np.float32  # weight of the counts, in recent uses
     per_batch: np.float32  # 1 / the decayed number of batches
-    per_announced: np.float32  # 1 / batches so far, if there are no counts; else 0
+    per_announced: np.float32  # 1 / the number of announced batches, if there are no counts; else 0
     least: np.float32  # rows of at least this probability may enter if their index is above 0
     gate: int  # other rows may enter if their key is above this one
 
@@ -267,7 +267,7 @@ def likely(some, now, rows, values, decays, out):
 
 @kernel
 def exchanges(newcomers, residents, margin):
-    """Return the number of swaps: the k-th best newcomer replaces the k-th worst resident if it has a higher key.
+    """Return the number of swaps: the k-th best newcomer replaces the k-th worst resident if its key is high enough.
 
     Args:
         newcomers: Counts by key, int64 [KEYS]; rows of key 0 do not enter.

@@ -86,7 +86,7 @@ def get_rate_middle(rate: int) -> float:
     if rate in (0, RATES - 1):
         return float(rate == 0)
     edge = 2.0 ** (-((rate + 1) // 2))
-    return edge * 1.73 if rate % 2 else edge * 1.22  # from 1.5 to 2, and from 1 to 1.5
+    return edge * 1.73 if rate % 2 else edge * 1.22  # geometric means of 1.5 and 2, and of 1 and 1.5
 
 
 def get_price_index(price: float) -> int:

@@ -19,10 +19,10 @@ CachedTable = Any  # a `HostTable`, whose module this package does not import
 
 
 class Places(NamedTuple):
-    """A plan's slots on the device, int32; all tables of a cache share them."""
+    """The numbers of a plan's slots, int32; all tables of a cache share them."""
 
     hit_slots: Tensor  # [H], slots of rows that were cached before the batch
-    admitted_slots: Tensor  # [A]; the last E hold rows that are evicted
+    admitted_slots: Tensor  # [A], slots of admitted rows; the last E hold the evicted rows until the swap
     row_ids: Tensor | None = None  # int32 or int64 [H + A], the rows' ids, or None if not needed
 
     @classmethod
@@ -58,7 +58,7 @@ class DeviceSlots:
 
         Args:
             at: The plan's slots.
-            passed: Bypassing rows from the host, float32 [M, D]; or in the format of `pack`, [M, W].
+            passed: Bypassing rows from the host, float32 [M, D]; or packed by `pack`, [M, W] with W values per row.
             admitted: Admitted rows from the host, float32 [A, 1 + S, D].
             admitted_row_slots: float32 [A, R].
 

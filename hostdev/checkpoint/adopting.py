@@ -1,4 +1,4 @@
-"""Checkpoints that hold segments of a table on disk by hard links, in place of rows; and tables that load them."""
+"""Checkpoints that hold a disk table's segments by hard links in place of rows, and tables that adopt such segments."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -46,7 +46,7 @@ def adopt_files(
         about: The table's entry in its manifest.
         table: The table.
         files: The files with the locations of rows.
-        used: bool [segments], which of the segments have rows of these files.
+        used: bool [segments], which of the segments have rows of `files`.
         place: Called with a file's rows [N]; returns rows of the table, and an index that selects their values from
             arrays [N] of the file's rows.
     """
@@ -66,7 +66,7 @@ def adopt_files(
             rows, chosen = place(found)
             assert found.locations is not None
             locations = found.locations[chosen]
-            rows, locations = rows[locations > 0], locations[locations > 0]  # 0: initial values
+            rows, locations = rows[locations > 0], locations[locations > 0]  # rows at location 0 keep initial values
             tier.forget(rows)
             segments, records = split_locations(locations)
             tier.adopt(rows, at[segments] * tier.store.format.per_segment + records)
@@ -75,7 +75,7 @@ def adopt_files(
 
 
 def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, check: bool) -> Mask:
-    """Return which segments have rows of these files; with `check`, verify the files' checksums."""
+    """Return which segments have rows of `files`, bool [segments]; with `check`, verify the files' checksums."""
     assert about.segments is not None
     used, records = np.zeros(len(about.segments.files), np.bool_), count_records(about.segments)
     for file in files:
@@ -91,7 +91,7 @@ def find_used(checkpoint: Checkpoint, about: Table, files: list[RangeFile], *, c
 
 
 def adopt_rows(checkpoint: Checkpoint, name: str, table: Any, *, check: bool) -> bool:
-    """Let a table by row on disk hold the segments of a checkpoint, if it can; return whether this has loaded all rows.
+    """Let a table by row on disk hold a checkpoint's segments in place of loading rows; return False if it cannot.
 
     Raises:
         BrokenCheckpointError: A file is damaged.
@@ -118,8 +118,8 @@ def adopt_rows(checkpoint: Checkpoint, name: str, table: Any, *, check: bool) ->
 def can_locate(table: Any) -> bool:
     """Return whether a checkpoint can hold a table's segments in place of copying its rows.
 
-    It cannot if rows may have initial values that the manifest cannot describe; while the disk is full, since changed
-    rows are written first; or after `erase`, until no segment has records of erased rows.
+    It cannot if the manifest cannot describe the table's initializer or optimizer. It also cannot while the disk is
+    full, since changed rows must be written first, or while a segment still has records of erased rows.
     """
     if not table.capabilities.on_disk:
         return False

@@ -39,10 +39,10 @@ from hostdev.kernels import disk_records
 from hostdev.kernels.disk_records import GOOD, Format
 
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
-# Not the hidden names of `core.outputs`: all ranks write to one folder, which other hosts may read.
+# These differ from the hidden names of `core.outputs`, because several ranks write to one folder at once.
 _PARTIAL, _LOCK, _REMOVED = ".partial-", ".lock", ".removed-"
 FOLDER = "checkpoints"  # a run directory's folder of checkpoints
-_PIECE = 1 << 22  # bytes
+_PIECE = 1 << 22  # bytes of a segment that are read at once
 SOME_BYTES = 1 << 30  # bytes that are verified where verifying everything would take too long
 
 
@@ -159,7 +159,7 @@ def chain_of_table(chain: Chain, name: str) -> Chain:
 
 
 def _find_difference(parent: CheckpointManifest, child: CheckpointManifest) -> str | None:
-    """Return None if a checkpoint's tables agree with its parent's, or else text that the parent's path follows."""
+    """Return None if a checkpoint's tables agree with its parent's, or else a text to put before the parent's path."""
     if {table.name for table in parent.tables} != {table.name for table in child.tables}:
         return "its tables differ from those of"
     for table in child.tables:
@@ -297,7 +297,7 @@ def prune(
     """
     kept: set[str] = set()
     chains: dict[str, Chain] = {}
-    read = functools.cache(manifest.read)  # a parent has many children
+    read = functools.cache(manifest.read)  # chains share parents, whose manifests are then read once
     names = list(reversed(names_in(path)))
     for name in names:
         with contextlib.suppress(HostdevError):
@@ -325,7 +325,7 @@ _mapped: WeakValueDictionary[tuple[int, ...], Any] = WeakValueDictionary()  # co
 def mapped(path: Path) -> Any:
     """Return a file's memory-mapped content; raise BrokenCheckpointError if it cannot be read.
 
-    A file is mapped only once: checkpoints share files, and then also the pages that were read.
+    A file that checkpoints share by hard links is mapped only once.
     """
     try:
         found = path.stat()
@@ -360,7 +360,7 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
 def check_segment(path: Path, file: SegmentEntry, state: SegmentState) -> None:
     """Read a segment; raise BrokenCheckpointError unless its size and the checksums of its blocks are right.
 
-    A segment's SHA-256 is that of its blocks' headers, which hold the blocks' checksums; `check_file` hashes all bytes.
+    A segment's SHA-256 is that of its blocks' headers, which hold the blocks' checksums, not that of all bytes.
     """
 
     def look(stream: FileIO) -> str | None:

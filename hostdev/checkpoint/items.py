@@ -30,12 +30,12 @@ from hostdev.core.table_dtypes import FP32
 from hostdev.host.disk.segments import SegmentFile, link_or_copy, try_link
 from hostdev.kernels.arrays import LongIds, Rows
 
-Held = Mapping[tuple[int, str], Path]  # segments by their sizes and checksums
+Held = Mapping[tuple[int, str], Path]  # paths of segments, by size and checksum
 FROM_FIRST = [Numbering(first_row=0, first_segment=0)]
 
 
 class TableSnapshot(Protocol):
-    """A table's rows at one moment; `host.snapshot.Snapshot` implements it. One thread reads, with ascending ranges."""
+    """A table's rows at one moment; `host.snapshot.Snapshot` implements it. One thread reads the ranges in order."""
 
     count: int  # number of rows to save
 
@@ -57,13 +57,13 @@ class TableSnapshot(Protocol):
         """Write the locations of the rows [first, last) to `out`; only for a table whose entry has segments."""
 
     def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
-        """Call `hold` for each segment that has rows; see `LocationCopies.finish`."""
+        """Call `hold` for each segment that has rows; see `host.snapshot.LocationCopies.finish`."""
 
     def key_columns(self, first: int, last: int) -> KeyColumns | None:
         """Return the keys of the rows [first, last) of a table by key, or None."""
 
     def other_keys(self) -> Sequence[npt.NDArray[Any]] | None:
-        """Return the fields of `keyed.OtherKeys` of a table by key, or None; this takes time in its first call."""
+        """Return the fields of `keyed.OtherKeys` of a table by key, or None; the first call takes time."""
 
     def end(self) -> None:
         """Free memory, as all rows have been read; may be called again."""
@@ -134,7 +134,7 @@ def split_rows(item: Item) -> Iterator[tuple[int, int, LongIds | None]]:
 
 
 def read_rows(item: Item, buffer: Rows, start: int, stop: int, ids: LongIds | None) -> tuple[Rows, RowChunk]:
-    """Return the rows of a file, and the buffer in which they are."""
+    """Return a buffer, which is `buffer` if that is large enough, and the rows of a file in it."""
     table, N = item.table, stop - start if ids is None else len(ids)
     keys = item.source.key_columns(start, stop)
     if table.segments is not None:
@@ -157,7 +157,7 @@ def _get_columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
 
 
 def hold_segments(partial: Path, prefix: str, item: Item, held: Held) -> SegmentState | None:
-    """Hold the segments that a table's rows are in, by hard links where that is possible.
+    """Hold the segments that a table's rows are in, by hard links if possible; return their entry in the manifest.
 
     Args:
         partial: The checkpoint's folder.
@@ -185,7 +185,7 @@ def hold_segments(partial: Path, prefix: str, item: Item, held: Held) -> Segment
 
 
 def join_entries(table: Table, parts: list[tuple[dict[str, Any], int]]) -> Table:
-    """Return the entry of a table that several processes have written; `parts`: their entries and first rows."""
+    """Return the entry of a table that several processes have written; `parts`: each one's entry and first row."""
     files = [RangeFile(**file) for found, _ in parts for file in found["files"]]
     if table.segments is None:
         return replace(table, files=files)

@@ -1,4 +1,4 @@
-"""Tables by key in checkpoints: what is saved besides rows, and the loading of their keys and rows."""
+"""Tables by key in checkpoints: the files that are saved besides rows, and the loading of keys and rows."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class OtherKeys(NamedTuple):
     """The keys of a checkpoint that have no row in it."""
 
     waiting: Keys  # int64 [W], keys that wait for a row, in the order of their hashes
-    counts: npt.NDArray[np.int64]  # [W], their last steps << 24 | uses
+    counts: npt.NDArray[np.int64]  # [W], for each waiting key: its last step << 24 | its number of uses
     gone: Keys  # int64 [G], keys that have lost their rows since the parent, in the order of their hashes
     sketch: npt.NDArray[np.uint32]  # [any], the counters of the table's sketch; empty if there is none
 
@@ -46,9 +46,9 @@ def make_state(table: Any, snapshot: Any, number: int, live: int, waiting: int) 
     Args:
         table: The table, or one rank's part of it.
         snapshot: Its snapshot.
-        number: The table is the `number`-th of the checkpoint.
+        number: The table's index in the checkpoint, from 0.
         live: Number of keys that have a row, over all ranks.
-        waiting: Number of keys that are counted and wait for a row.
+        waiting: Number of keys that are counted and wait for a row, over all ranks.
     """
     found = snapshot.found
     folder = f"tables/{number}"
@@ -57,7 +57,7 @@ def make_state(table: Any, snapshot: Any, number: int, live: int, waiting: int) 
         step=found.step,
         capacity=table.capacity,
         init=repr(table.init),
-        unknown=list(snapshot.names),  # on the first rank, which writes the manifest
+        unknown=list(snapshot.names),  # only those of the first rank are used: it writes the manifest
         admit=None if table.admit is None else repr(table.admit),
         counting=counting_of(table.admit),
         evict=None if table.evict is None else repr(table.evict),
@@ -72,7 +72,7 @@ def make_state(table: Any, snapshot: Any, number: int, live: int, waiting: int) 
 
 
 def require_kind(path: Path, there: Table, table: Any) -> None:
-    """Raise UserError unless a checkpoint's table and the program's are both by key, with equal rules, or both by row.
+    """Raise UserError unless a checkpoint's table and the program's are both by row, or both by key and compatible.
 
     Args:
         path: The checkpoint.
@@ -147,7 +147,7 @@ def _list_unknown(state: KeyState, rows: RowChunk) -> list[str]:
 
 
 def _place(checkpoint: Checkpoint, state: KeyState, table: Any, rows: RowChunk) -> Any:
-    """Give the keys of a file rows of the table; see `place` of `adopt_files`."""
+    """Give rows of the table to the keys of a file, and return them as `place` of `adopt_files` does."""
     assert rows.keys is not None and rows.locations is not None
     if not rows.locations.all():
         raise BrokenCheckpointError(f"{checkpoint.path} is broken (keys of table {table.name!r} have no location)")
@@ -240,7 +240,7 @@ def _read_columns(path: Path, columns: dict[str, Any]) -> list[Any]:
 
 
 def keys_of(table: Table) -> KeyState:
-    """Return the keys' entry of a table by key; raise BrokenCheckpointError for another table."""
+    """Return the `KeyState` of a table by key; raise BrokenCheckpointError for a table by row."""
     if table.keys is None:
         raise BrokenCheckpointError(f"table {table.name!r} is by key in some checkpoints of a chain, but not in others")
     return table.keys

@@ -2,7 +2,8 @@
 
 `SavedRows` is one table, opened read-only: an index, which finds the places of rows (`row_index`), the values at these
 places, and the table's step history. Files hold rows as they were last written. If a table's steps also change rows
-that the batch does not use, the manifest has its step history, and reading a row applies the steps that it has missed.
+that the batch does not use, the manifest has the table's step history. With `current`, reading a row then applies the
+steps that the row has missed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -138,7 +139,9 @@ class SavedRows:
         return self._index.find(ids).places
 
     def locate(self, start: int, stop: int) -> LongIds | FileSlice:
-        """Return where the rows [start, stop) in stored order are: a slice of the one file that has them, or places.
+        """Return where the rows [start, stop) in stored order are: a slice of a file, or places, int64 [stop - start].
+
+        It is a slice if the chain has only one checkpoint, and one of the checkpoint's files has all these rows.
 
         The rows of a table by key are its out-of-vocabulary rows, and then those of its keys in the order of hashes.
         """
@@ -182,7 +185,7 @@ class SavedRows:
         return {column: found[column].reshape(len(places), -1)[inverse] for column in columns}
 
     def _get_ids(self, places: LongIds) -> LongIds:
-        """Return the ids in the whole table, or the keys, of rows in segments; one checkpoint has all these rows."""
+        """Return the ids in the whole table, or the keys, of the rows at `places`, which must be in segments."""
         if self.is_by_key:
             return self._copy(places, KEY).view(np.int64)[:, 0]
         starts = np.array([chunk.start for chunk in self._files.chunks], np.int64)
@@ -255,7 +258,7 @@ def _catch_up(about: Table) -> CatchUp:
 
 
 class Layers:
-    """A chain's tables, read range by range from memory-mapped files without verifying checksums.
+    """A chain's tables, read range by range from memory-mapped files; checksums are verified only in segments.
 
     Args:
         chain: The checkpoint, with its parents.
@@ -273,8 +276,9 @@ class Layers:
         return self.open(name).merged
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        """Return the row ranges of a table's files; raise BrokenCheckpointError unless they cover the table.
+        """Return row ranges that cover a table; raise BrokenCheckpointError if a table by row lacks rows.
 
+        For a table by row, these are the ranges of the files of the oldest checkpoint that the table needs.
         The rows of a table by key are its out-of-vocabulary rows, and then those of its keys in the order of hashes.
         """
         table = self.manifest.table(name)
@@ -299,7 +303,7 @@ class Layers:
         return rows.read(rows.find(ids), columns)
 
     def columns_of_ids(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
-        """Return the rows with ids in [start, stop), as `read` does; for a table by key, rows in stored order."""
+        """Return the rows with ids in [start, stop), as `read` does; for a table by key, just what `read` returns."""
         if self.manifest.table(name).order == SPREAD:
             return self.lookup(name, np.arange(start, stop), columns)
         return self.read(name, start, stop, columns)

@@ -145,7 +145,7 @@ def find_newest_valid(path: Path, check: Callable[[Chain], None] = verify) -> Fo
 
 
 def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
-    """Raise UserError, which names the difference, unless a checkpoint has exactly these tables and optimizers."""
+    """Raise UserError unless a checkpoint has exactly these tables, with equal shapes, optimizers and dtypes."""
     newest = chain[-1]
     held = {table.name: table for table in newest.manifest.tables}
     if set(held) != set(tables):
@@ -346,7 +346,7 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
 def _require_own_optimizers(
     tables: Mapping[str, Any], taken: Mapping[str, Any], held: Mapping[str, Table], path: Path
 ) -> None:
-    """Raise UserError if a loaded table whose optimizer changes its form shares it with a table that is not loaded."""
+    """Raise UserError if loading changes the form of an optimizer that a table which is not loaded also has."""
     for name in taken:
         optimizer = tables[name].optimizer
         sharing = [other for other in tables.keys() - taken if tables[other].optimizer is optimizer]

@@ -21,8 +21,8 @@ from hostdev.host.snapshot import Budget, Copies, LocationCopies
 from hostdev.kernels.bits import count_bits
 
 COPIES_BYTES = 384 << 20  # limit on the bytes of copied rows
-_ERRORS = folder.FolderInUseError, StoreError, UserError  # that `lock` raises; subclasses of UserError come first
-SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # total memory for saving
+_ERRORS = folder.FolderInUseError, StoreError, UserError  # errors of `lock`; subclasses of UserError come first
+SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # bytes of memory for saving: copied rows and the writer's buffers
 
 
 class CheckpointManager:
@@ -38,7 +38,7 @@ class CheckpointManager:
     def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, world: World = ALONE_WORLD) -> None:
         self.path, self.keep, self._hold, self._world = path, keep, hold, world
         self.best_steps: list[int] = []  # in order of preference; see `folder.prune`
-        self.last: Checkpoint | None = None  # the tables' changes are tracked since this checkpoint
+        self.last: Checkpoint | None = None  # last saved or loaded; the tables' changes are tracked since then
         self._increments = 0  # bytes of rows in the chain of `last`, not counting the full checkpoint
         self._writer: AsyncWriter | None = None
         self._untaken: AsyncWriter | None = None  # the last writer, until `take_ended` has returned it
@@ -143,7 +143,7 @@ class CheckpointManager:
             self.most_copied = max(self.most_copied, budget.most)
             self.copying_seconds += budget.seconds
             if writer.checkpoint is not None:
-                for name, changes in noted.items():  # the tables may have other `Changes` by now, if they forgot these
+                for name, changes in noted.items():  # `stored.changes` may be a new object by now
                     changes.since = self._token(writer.checkpoint)
                     changes.digests = writer.range_digests.get(name, changes.digests)
                 copied = [item for item in items if item.table.segments is None]
@@ -208,7 +208,7 @@ class CheckpointManager:
 
     @staticmethod
     def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
-        """Return whether a checkpoint has exactly these tables, with their row counts and row orders."""
+        """Return whether a checkpoint has exactly these tables; tables by row must have equal row counts and orders."""
         return {_shape(table, keyed=table.keys is not None) for table in last.manifest.tables} == {
             _shape(describe_table(table), keyed=table.capabilities.by_key) for table in tables
         }
@@ -231,7 +231,7 @@ class CheckpointManager:
         rows = table.begin_snapshot(budget, everything=full, copies=copies)
 
         def end(saved: bool) -> None:
-            changes.end(rows, saved=saved)  # the table may have other `Changes` by now
+            changes.end(rows, saved=saved)  # `stored.changes` may be a new object by now
 
         if not table.capabilities.by_key:
             return Item(about, rows, full, end, table.start, table.rows)
@@ -269,7 +269,7 @@ class CheckpointManager:
         return f"{checkpoint.path.resolve()} {checkpoint.manifest.checksum}"
 
     def close(self) -> None:
-        """Wait until the last checkpoint is written, also to a store, and unlock the folder."""
+        """Wait until the last checkpoint is written and uploads to a store have ended, and unlock the folder."""
         self.join()
         try:
             if self.uploads is not None and self._locked is not None:

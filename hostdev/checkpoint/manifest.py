@@ -32,13 +32,13 @@ _USUAL = {
     "keys": None,
     "segments": None,
     "whole": False,
-}  # defaults, not written
-_MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # limits for a table
-_MOST_BLOCK = 1 << 30  # bytes of a segment's block
+}  # defaults of `Table`, which are not written
+_MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # limits on a table's rows, and on rows times dim
+_MOST_BLOCK = 1 << 30  # limit on the bytes of a segment's block
 
 
 class BrokenCheckpointError(UserError):
-    """A checkpoint is damaged or incomplete; the message names the file.
+    """A checkpoint is damaged or incomplete; the message names the file or the checkpoint.
 
     Attributes:
         file: The damaged file if `folder.check_entry` found it, or None.
@@ -98,7 +98,7 @@ class KeyState:
     """The keys of a table by key, and its rules; files are named as in `CheckpointManifest.others`."""
 
     count: int  # number of keys that have a row
-    step: int  # number of the keys' steps
+    step: int  # number of finished steps of the keys
     capacity: int
     init: str  # initializer of new rows, as text
     unknown: list[str]  # names of the out-of-vocabulary rows, which are the first rows in the files
@@ -132,13 +132,13 @@ class Table:
     slots_dtype: str = FP32  # dtype of `slots` in training
     seed: int | None = None  # seed of the rounding, for weights or slots that are not float32; and of a table by key
     keys: KeyState | None = None  # for a table by key; its files have all rows of their ranges, in the order of hashes
-    segments: SegmentState | None = None  # if the rows are in segments; all rows then are, whatever the parent has
+    segments: SegmentState | None = None  # set if rows are in segments; all of them then are, even with a parent
     whole: bool = False  # whether all rows are in the files, although the checkpoint has a parent
     history: str | None = None  # step history, if reading a row applies the steps that it has missed (`core.history`)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the table's optimizer: `hyperparameters`, completed where an earlier version wrote them."""
+        """Arguments of the table's optimizer: `hyperparameters`, and those that earlier versions did not write."""
         return complete_arguments(self.optimizer, self.hyperparameters)
 
 
@@ -156,24 +156,24 @@ class CheckpointManifest:
 
     step: int
     serial: int  # 1 more than the highest serial of the folder's earlier checkpoints
-    parent: Parent | None  # None if full; otherwise the files have only rows written since the parent
+    parent: Parent | None  # None if full; else tables have only rows written since, except with `segments` or `whole`
     tables: list[Table]
     others: list[File]  # dense tensors, the vocabulary, ...
     state: dict[str, Any]  # a tree of values, see `checkpoint.state`
     state_sha256: str | None  # as in summary.json, in the definition of format `version`; None if not computed
     versions: dict[str, str]
-    created: str  # UTC
+    created: str  # UTC, in ISO 8601
     version: int = VERSION
 
     @property
     def files(self) -> list[File]:
-        """All files."""
+        """All files but checkpoint.json itself."""
         rows: list[File] = [file for table in self.tables for file in table.files]
         return rows + [file for table in self.tables if table.segments for file in table.segments.files] + self.others
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of `files`."""
         return sum(file.bytes for file in self.files)
 
     def table(self, name: str) -> Table:

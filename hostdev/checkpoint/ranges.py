@@ -1,4 +1,4 @@
-"""Files with table rows: Arrow IPC, one record batch each, at most 64 MiB.
+"""Files with table rows: Arrow IPC, one record batch each, with at most 64 MiB of weights and optimizer state.
 
 Columns: `id`, int64, ascending, absent if the file has all rows of its range; for a table by key, `key`, int64,
 `last_use` and `uses`, uint32; then `weights` and each optimizer state of D values per row, as lists of D float32
@@ -52,7 +52,7 @@ class RowChunk(NamedTuple):
 
 
 def rows_per_file(table: Table) -> int:
-    """Return the number of a table's rows per file, a power of two."""
+    """Return the maximum number of a table's rows in a file, a power of two."""
     row = 4 * (table.dim * (1 + len(table.slots)) + len(table.row_slots))
     return 1 << max(0, (FILE_BYTES // row).bit_length() - 1)
 
@@ -108,7 +108,7 @@ def get_width(table: Table, column: str) -> int:
 
 
 def get_column(rows: RowChunk, column: str) -> Rows:
-    """Return a column of rows, float32 [N, D], or [N] for per-row state; locations and keys as bits, [N, 2]."""
+    """Return a column of rows, float32 [N, D], or [N] for per-row state; int64 locations and keys as [N, 2]."""
     if column in (LOCATION, KEY):
         values = rows.locations if column == LOCATION else None if rows.keys is None else rows.keys.keys
         assert values is not None

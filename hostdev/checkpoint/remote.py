@@ -1,9 +1,9 @@
-"""Checkpoints in a store: fetching them to a folder of copies on this machine, and finding them there.
+"""Checkpoints in a store: copying them to a folder on this machine, and finding the copies.
 
 A checkpoint in a store has the same files as on a disk. Its manifest is written last and removed first, so a checkpoint
 with a manifest is complete. A copy gets the checkpoint's name when all files are there and have the manifest's
-checksums. A process verifies the files again when it first uses the copy, and replaces damaged ones. `uploads` has the
-other direction.
+checksums. A process verifies the files again when it first uses the copy, and replaces damaged ones. `uploads` copies
+in the other direction.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ from hostdev.core.progress import bar, note
 from hostdev.core.stores import Store
 from hostdev.core.workers import call_all
 
-# A file with a random text, in the store and in the folder of copies: equal if the store's last writer used the folder.
+# A file with a random text, in the store and in the folder of copies. If both texts are equal, the store's last writer
+# used the folder.
 WRITER = ".writer"
 IN_STORE = ".in-store"  # an empty file in the copy of a checkpoint that the store has, or had
 _FETCHED, _LOCK, _ASIDE = ".fetched-", ".store-lock", ".aside"
@@ -45,11 +46,12 @@ def fetch(path: Path, *, everything: bool = False, step: int | None = None) -> N
     Args:
         path: A checkpoint, which is copied with its parents; or a folder, whose newest valid checkpoint is copied.
         everything: Whether to copy all checkpoints in the folder.
-        step: Copy the checkpoints of this step instead of the newest one.
+        step: Copy the newest valid checkpoint of this step instead.
 
     Raises:
-        BrokenCheckpointError: No checkpoint in the store is valid.
-        UserError: The store cannot be read, or a copy cannot be written.
+        BrokenCheckpointError: The manifest of the checkpoint `path` is damaged; or none of the checkpoints to copy is
+            valid, and the folder has no copies.
+        UserError: The store cannot be read or lacks the checkpoint `path`, or a copy cannot be written.
     """
     root, only = (path.parent, path.name) if folder.is_name(path.name) else (path, None)
     address = address_of(root)
@@ -78,7 +80,7 @@ def _locked(root: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # no locks there
+            with contextlib.suppress(OSError):  # the file system has no locks
                 locks.unlock(file)
 
 
@@ -104,7 +106,7 @@ def pull(
     files = store.list()
     names = [name for name in map(_owner, files) if name is not None]
     if not names and only is None and any(_owner(name.removeprefix(f"{FOLDER}/")) for name in files):
-        below = Store(f"{address_of(root)}/{FOLDER}")  # a run directory
+        below = Store(f"{address_of(root)}/{FOLDER}")  # the address is that of a run directory
         (root / FOLDER).mkdir(exist_ok=True)
         pull(below, root / FOLDER, everything=everything, step=step)
         return
@@ -162,8 +164,8 @@ def _owner(name: str) -> str | None:
 def _drop_others(store: Store, root: Path, contents: dict[str, bytes]) -> None:
     """Remove copies of checkpoints that the store no longer has, and set copies aside that it never had.
 
-    If the store is empty, no copy is removed. Checkpoints that the last writer to this folder has not uploaded yet
-    stay, unless another process wrote to the store since.
+    If the store is empty, copies are set aside, not removed. If the store's last writer used this folder, copies that
+    the store lacks stay, since they may not be uploaded yet.
 
     Args:
         store: The store.
@@ -304,7 +306,7 @@ def _mend(store: Store, root: Path, name: str, content: CheckpointManifest) -> N
 
 
 def _state_of(path: Path) -> tuple[str, int, int, int]:
-    """Return path, inode, size and time of a file, which differ once it is written to or replaced."""
+    """Return path, inode, size and time of a file; the result changes if the file is written to or replaced."""
     state = path.stat()
     return str(path), state.st_ino, state.st_size, state.st_mtime_ns
 

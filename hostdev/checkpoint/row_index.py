@@ -1,11 +1,12 @@
-"""Where rows of a table are in the files of a checkpoint and its parents: found by ids, by keys, or for all keys.
+"""Find where rows of a table are in the files of a checkpoint and its parents, by ids, by keys, or for all keys.
 
-A place is the number of a file << 32 | the number of a row in it. Files are numbered from the newest checkpoint's on.
+A place is the number of a file << 32 | the number of a row in it. The files of the newest checkpoint have the lowest
+numbers.
 
 Files are mapped into memory, which processes share. A file's keys are in the order of their hashes, which are spread
 evenly. So a key's position is estimated from its hash (interpolation search), and found by a binary search nearby;
 opening a checkpoint builds no hash table. `KeyedIndex.merge` merges the keys of all checkpoints part by part, so that
-it needs little memory beside the result; a part has the keys whose hashes begin with the same bits.
+it needs little memory besides the result; a part has the keys whose hashes begin with the same bits.
 """
 
 from collections.abc import Sequence
@@ -29,15 +30,15 @@ from hostdev.kernels.pool import get_grain, parallel_for
 from hostdev.kernels.shards import get_positions
 
 PLACE_BITS = 32  # bits of a place that hold the number of the row in its file
-NOWHERE = -1  # the place of a key without a row that reads its own initial values
+NOWHERE = -1  # the place of a key that has no row, and reads its own initial values
 _FEW = 512  # rows; for up to this many, waking other threads costs more than it saves
 _SEARCH_BYTES = 256  # bytes of memory that the search for a row reads, roughly
-_PART_BITS = 8  # highest bits of a hash, which number its part
+_PART_BITS = 8  # how many of the highest bits of a key's hash give the number of its part
 _AT_ONCE = 1 << 16  # keys; if all checkpoints together have at most so many, they are merged as one part
 
 
 def run(work: Any, n: int, *arrays: Any, nbytes: int = _SEARCH_BYTES) -> None:
-    """Run a kernel for n rows, in several threads if n is large; `nbytes`: bytes of memory that it reads for a row."""
+    """Run a kernel that reads `nbytes` bytes of memory per row, for n rows; if n is large, in several threads."""
     if n <= _FEW:
         run_alone(work, n, *arrays)
     else:
@@ -74,10 +75,10 @@ class TableFiles(NamedTuple):
     chain: list[Checkpoint]  # newest first
     entries: list[RangeFile]  # [F], the files' entries in the manifests
     chunks: list[RowChunk]  # [F], the files' rows
-    layers: LongIds  # [L + 1]; the l-th newest checkpoint has the files layers[l] to layers[l + 1]
+    layers: LongIds  # [L + 1]; the l-th newest checkpoint, from 0, has the files [layers[l], layers[l + 1])
 
     def of(self, layer: int) -> range:
-        """Return the numbers of the files of the l-th newest checkpoint."""
+        """Return the numbers of the files of the checkpoint that is the `layer`-th newest, from 0."""
         return range(int(self.layers[layer]), int(self.layers[layer + 1]))
 
 
@@ -146,14 +147,14 @@ def _find_ids(start: Any, stop: Any, ids: Any, layers: Any, files: Any, addresse
 
 
 class IdIndex:
-    """Finds the rows of a table by row. Several threads may call its methods.
+    """The index of a table by row, which finds rows by ids. Several threads may call its methods.
 
     Args:
         name: The table.
         files: Its files; those of the oldest checkpoint have all rows.
     """
 
-    unknown, has_initial = np.zeros(0, np.int64), False  # as in `KeyedIndex`, for a table that has neither
+    unknown, has_initial = np.zeros(0, np.int64), False  # the attributes of `KeyedIndex`, for a table without keys
 
     def __init__(self, name: str, files: TableFiles) -> None:
         about = files.chain[0].manifest.table(name)
@@ -163,7 +164,7 @@ class IdIndex:
         self._files = np.array(described, np.int64).reshape(-1, 4)
 
     def find(self, ids: npt.ArrayLike, unknown: object = None, values: FileValues = NO_VALUES) -> IndexedRows:
-        """Return the places of ids [N] and their values in a column; raise the errors of `HostTable.lookup`."""
+        """Return the rows with ids [N], with their values in the column `values`; raise as `HostTable.lookup` does."""
         del unknown
         checked = checked_ids(ids, self.rows, self.name)
         return self.locate(get_positions(checked, self.rows) if self._spread else checked, values)
@@ -251,7 +252,7 @@ def _find_keys(start: Any, stop: Any, keys: Any, index: Any, turns: Any, address
 
 
 class KeyedIndex:
-    """Finds the rows of a table by key. Several threads may call its methods.
+    """The index of a table by key, which finds rows by keys. Several threads may call its methods.
 
     Args:
         name: The table.
@@ -260,7 +261,7 @@ class KeyedIndex:
     Attributes:
         unknown: int64 [P], the places of the out-of-vocabulary rows, in the order of their names.
         others: For each checkpoint, newest first: its keys that have no row.
-        has_initial: Whether keys without a row read their own initial values: their place is `NOWHERE`.
+        has_initial: Whether keys without a row read their own initial values; `find` then returns `NOWHERE` for them.
     """
 
     def __init__(self, name: str, files: TableFiles) -> None:
@@ -290,7 +291,7 @@ class KeyedIndex:
         return self._states[0].count
 
     def _count_unknown(self, layer: int) -> LongIds:
-        """Return how many out-of-vocabulary rows, the first of a checkpoint, are in each of its files."""
+        """Return how many out-of-vocabulary rows, which are a checkpoint's first rows, each of its files has."""
         chunks = [self._files.chunks[file] for file in self._files.of(layer)]
         left = len(self._states[layer].unknown)
         return np.array([max(0, min(len(chunk), left - chunk.start)) for chunk in chunks], np.int64)
@@ -298,14 +299,14 @@ class KeyedIndex:
     def find(
         self, ids: npt.ArrayLike, unknown: str | Sequence[str] | None = None, values: FileValues = NO_VALUES
     ) -> IndexedRows:
-        """Return the places of keys [N], and their values of one column.
+        """Return the places of the rows of keys [N], and the values of these rows in one column.
 
         Args:
             ids: Keys, integers of 64 bits [N].
             unknown: Name of the out-of-vocabulary row that keys without a row read; None for the row without a name.
-                Or k names, which the keys use in turn: for ids [B, k], flattened, one name for each column. It has no
-                effect if keys without a row read zeros or their own initial values.
-            values: The column.
+                Or k names, which the keys use in turn, as for flattened ids [B, k] with a name for each of k. The
+                names have no effect if keys without a row read zeros or their own initial values.
+            values: The column; `NO_VALUES` for places only.
 
         Raises:
             TypeError, ValueError: The keys are not integers, or have a wrong shape.
@@ -354,7 +355,7 @@ class KeyedIndex:
         return found
 
     def _read_layer(self, number: int) -> "_Layer":
-        """Return the keys that have a row in a checkpoint; raise BrokenCheckpointError if they are not in order."""
+        """Return where the keys with a row are in a checkpoint; raise BrokenCheckpointError if they are unordered."""
         ends, last, files = np.zeros((1 << _PART_BITS) + 1, np.int64), -1, self._files.of(number)
         for file in files:
             hashes = mix64(self._keys[file].keys.view(np.uint64))
@@ -380,7 +381,7 @@ class KeyedIndex:
         return merged
 
     def _between(self, files: range, first: int, last: int) -> "_Part":
-        """Return the keys [first, last) with the places of their rows, counted over all keys of these files."""
+        """Return the keys [first, last) of all keys of these files together, with the places of their rows."""
         columns, places, begin = [_NOTHING], [np.zeros(0, np.int64)], 0
         for file in files:
             keys = self._keys[file]
@@ -414,7 +415,7 @@ class MergedKeys(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """The keys of one checkpoint, in the order of their hashes."""
+    """Where the keys of each part are among a checkpoint's keys, which are in the order of their hashes."""
 
     number: int  # 0 for the newest checkpoint
     files: range  # numbers of its files
@@ -457,7 +458,7 @@ def _ends(hashes: npt.NDArray[np.uint64]) -> LongIds:
 
 
 def _replace(merged: _Part, gone: Keys, new: _Part) -> _Part:
-    """Remove the keys `gone` from `merged`, then add or replace those of `new`; all are in the order of hashes."""
+    """Return `merged` without the keys `gone`, and with those of `new` added or replaced; all in order of hashes."""
     if not len(merged.places):
         return new
     hashes, others = mix64(merged.columns.keys.view(np.uint64)), mix64(new.columns.keys.view(np.uint64))

@@ -18,7 +18,7 @@ from hostdev.core.checks import to_keys
 from hostdev.core.errors import UserError
 from hostdev.kernels.arrays import Rows
 
-_LONGEST = 480  # characters of a message: names in a file may have any length
+_LONGEST = 480  # maximum characters of a message, since names in a damaged file may have any length
 
 
 class SavedTable:
@@ -45,7 +45,8 @@ class SavedTable:
         """Return a copy, float32 [..., dim], of the rows `ids`, integers of any shape [...].
 
         Args:
-            ids: Row numbers or, for a table by key, keys. A key without a row gets an out-of-vocabulary row.
+            ids: Row numbers or, for a table by key, keys. A key without a row reads an out-of-vocabulary row, zeros or
+                its own initial values, as in training.
             unknown: For a table by key, the name of this row, as in `Feature.unknown`; None for the one without a name.
 
         Raises:
@@ -140,8 +141,8 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
 
     Files are mapped into memory: a table of any size opens instantly, only rows that are looked up are read, and
     processes on one host share one copy. The checkpoint's folder may be deleted while the model is open; only `extra`
-    is read later. Incremental checkpoints, and checkpoints of several ranks or bfloat16 tables, work the same way.
-    Lookups return single rows; features and pooling are up to the caller.
+    and `verify` need it. Incremental checkpoints, and checkpoints of several ranks or bfloat16 tables, work the same
+    way. Lookups return single rows; features and pooling are up to the caller.
 
     Args:
         path: A checkpoint, a folder of checkpoints, or a run directory, here or in a store. A folder's newest valid

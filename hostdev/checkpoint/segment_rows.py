@@ -139,7 +139,7 @@ def read_chunk(path: Path, table: Table, file: RangeFile, segments: SegmentRows 
 
 
 def open_segments(checkpoint: Checkpoint, name: str) -> SegmentRows | None:
-    """Return the rows in segments of a checkpoint's table, to read all of them; None if they are not in segments."""
+    """Return a `SegmentRows` to read all rows of a checkpoint's table; None if the rows are not in segments."""
     table = checkpoint.manifest.table(name)
     return None if table.segments is None else SegmentRows(checkpoint.path, table, all_rows=True)
 
@@ -151,7 +151,7 @@ def count_records(state: SegmentState) -> LongIds:
 
 
 def require_locations(root: Path, table: Table, locations: LongIds, records: LongIds) -> None:
-    """Raise BrokenCheckpointError unless locations [N], not 0, exist; `records`: each segment's number of records."""
+    """Raise BrokenCheckpointError unless all locations [N], none of them 0, exist; segment i has records[i] records."""
     segments, numbers = split_locations(locations)
     wrong = (locations < 0) | (segments >= len(records))
     if wrong.any() or (numbers >= records[segments]).any():

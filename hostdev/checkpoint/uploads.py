@@ -1,4 +1,4 @@
-"""Copies of new checkpoints to a store, in a thread that training never waits for."""
+"""Uploads of new checkpoints to a store, in a thread for which training steps do not wait."""
 
 import contextlib
 import secrets
@@ -18,7 +18,7 @@ from hostdev.core.stores import About, Store
 from hostdev.core.workers import Worker, call_all
 
 _THREADS = 4
-_POLL = 0.2  # seconds
+_POLL = 0.2  # seconds between updates of the progress bar
 
 Key = tuple[int, str]  # a file's size and SHA-256
 
@@ -54,7 +54,7 @@ def send_checkpoint(
         return store.put(source, target), file.bytes
 
     manifest_name = f"{path.name}/{FILE_NAME}"
-    store.remove(manifest_name)  # that of a damaged checkpoint of this name
+    store.remove(manifest_name)  # a damaged checkpoint of this name may have one
     files = checkpoint.manifest.files
     calls = (partial(put, file) for file in files)
     for file, (about, size) in zip(files, call_all(_THREADS, "hostdev-upload", calls), strict=True):
@@ -64,7 +64,7 @@ def send_checkpoint(
 
 
 class Uploads:
-    """Uploads by a process that writes checkpoints: they give a store the checkpoints of the process's folder.
+    """The uploads of a process that writes checkpoints: they copy the checkpoints in its folder to a store.
 
     Checkpoints that the folder no longer has are removed from the store, too. If uploads are slower than checkpoints
     are saved, checkpoints that were removed meanwhile are not uploaded. A file's checksum is verified before the file
@@ -169,7 +169,7 @@ class Uploads:
         new_checkpoints: list[tuple[str, CheckpointManifest]] = []
         for name in names:
             if name not in self._there:
-                with contextlib.suppress(BrokenCheckpointError):  # it was removed meanwhile
+                with contextlib.suppress(BrokenCheckpointError):  # its folder was removed meanwhile
                     new_checkpoints.append((name, manifest.read(self.path / name)))
         self._left = sum(content.nbytes for _, content in new_checkpoints)
         if new_checkpoints:
@@ -186,7 +186,7 @@ class Uploads:
             except BrokenCheckpointError as error:
                 damage = damage or error
         if damage is not None:
-            raise damage  # and keep older checkpoints in the store
+            raise damage  # before older checkpoints are removed from the store
         names = folder.names_in(self.path)
         for name in sorted(self._there - set(names)):
             self._require_alone()
@@ -212,7 +212,7 @@ class Uploads:
         )
 
     def _check(self, name: str, file: File, content: CheckpointManifest) -> None:
-        """Raise BrokenCheckpointError for a damaged file here; FileNotFoundError if its checkpoint was removed."""
+        """Raise BrokenCheckpointError for a damaged file in the folder; FileNotFoundError if its checkpoint is gone."""
         try:
             check_entry(self.path / name, file, content.segment_states)
         except BrokenCheckpointError:
@@ -248,14 +248,14 @@ class Uploads:
                     note(f"warning: {error}; it cannot be compared with the one in {self.store.shown}")
                     return
                 if (same := self.store.compare(target, source)) is None:
-                    self._require_alone()  # else the file may be another process's
+                    self._require_alone()  # if another process writes to the store, the file may be its own
                     note(f"{self.store.shown}/{target} is damaged; it is replaced from {source}")
                     same = self.store.put(source, target)
                 self._compared[target] = same
 
         contents: dict[str, CheckpointManifest] = {}
         for name in names:
-            with contextlib.suppress(BrokenCheckpointError):  # it was removed meanwhile
+            with contextlib.suppress(BrokenCheckpointError):  # its folder was removed meanwhile
                 contents[name] = manifest.read(self.path / name)
         needed = set(parents)
         while further := {parent.name for name in needed & set(contents) if (parent := contents[name].parent)} - needed:

@@ -1,7 +1,4 @@
-"""Writing of a checkpoint in background threads, from snapshots of the tables, while training continues.
-
-S and R: number of optimizer state columns with D values per row, and with one value per row.
-"""
+"""Writing of a checkpoint in background threads, from snapshots of the tables, while training continues."""
 
 import contextlib
 import functools
@@ -53,7 +50,7 @@ from hostdev.kernels.pool import start_helpers
 _Written = tuple[RangeFile, dict[str, Digests]]  # a file, and the digests of its ranges by column
 
 _ALONE = LocalChannel()
-_PIECE = 1 << 22  # bytes
+_PIECE = 1 << 22  # bytes of a file that are copied at once
 _NICE = 19
 _WRITERS = 2  # threads; each hashes and writes a file
 BUFFERS = _WRITERS + 1  # one per file being written, and one that is being filled
@@ -95,7 +92,7 @@ class AsyncWriter:
         channel: Connects the processes that write this checkpoint, each its own rows.
         release: Called last, to unlock the folder.
         held: As for `hold_segments`.
-        uploads: Upload the checkpoint; None if the folder has no store.
+        uploads: The uploads of the folder's checkpoints to a store; None if the folder has no store.
     """
 
     def __init__(
@@ -119,14 +116,14 @@ class AsyncWriter:
         self._parent, self._keep, self._state_sha256, self._on_end = parent, keep, state_sha256, on_end
         self._release, self._channel, self._best_steps, self._held = release, channel, best_steps, held or {}
         self._needs_digest = channel.ranks == 1 and parent is None and state_sha256 is None
-        self._needs_digest &= all(item.table.segments is None for item in items)  # it would need a read of all segments
+        self._needs_digest &= all(item.table.segments is None for item in items)  # a digest would need all segments
         self._hashes_rows = self._needs_digest and all(has_whole_ranges(item.table) for item in items)
         self.range_digests: dict[str, RangeDigests] = {}
         self.checkpoint: Checkpoint | None = None
         self.error: BaseException | None = None
-        self.is_reported = False  # the outcome was reported to a caller
+        self.is_reported = False  # whether the outcome was reported to a caller
         self._uploads, self._upload = uploads, 0
-        start_helpers()  # here: threads that the writer starts would have its low priority
+        start_helpers()  # now, since threads that the writer's thread starts have its low priority
         self._ended = run_in_thread("hostdev-checkpoint", self._run)
 
     @property
@@ -244,7 +241,7 @@ class AsyncWriter:
             tables = [join_entries(item.table, part) for item, part in zip(self._items, parts, strict=True)]
 
             others = [item.source.other_keys for item in self._items]
-            _agree(channel, lambda: [keys() for keys in others] and None)  # all processes raise a failure of one
+            _agree(channel, lambda: [keys() for keys in others] and None)  # if this fails in one process, all raise
             files = [_gather_files(keys(), channel) for keys in others]
 
             def commit() -> None:
@@ -282,7 +279,7 @@ class AsyncWriter:
             versions={"hostdev": hostdev.__version__, "torch": str(torch.__version__), "numpy": np.__version__},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        if self._needs_digest:  # from the files, unless the rows were hashed while they were written
+        if self._needs_digest:  # read from the files, unless rows were hashed while they were written
             layers, known = Layers([Checkpoint(partial, content)]), self.range_digests or None
             digest = state_digest(layers, self._content.digest, self._content.tensors, known=known)
             content = replace(content, state_sha256=digest)
@@ -335,7 +332,7 @@ class AsyncWriter:
         return tables
 
     def _write_range(self, *what: Any, release: Callable[[], None]) -> _Written:
-        """Write a file of rows, see `write_range`; then release the rows' buffer."""
+        """Write a file of rows with `write_range`, then release the buffer; return the file's entry and digests."""
         try:
             digests = column_digests(what[2], what[5]) if self._hashes_rows else {}
             return write_range(*what), digests
@@ -350,7 +347,7 @@ def _join_digests(files: list[dict[str, Digests]]) -> RangeDigests:
 
 
 def _gather_files(keys: Sequence[Any] | None, channel: LocalChannel) -> dict[str, bytes]:
-    """Return the files of keys that have no row: the first process gets all processes' keys, the others none."""
+    """Return the content of the files of keys that have no row; the first process gets the keys of all processes."""
     return {} if keys is None else OtherKeys(*map(channel.gather_first, keys)).files()
 
 

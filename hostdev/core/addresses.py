@@ -1,4 +1,4 @@
-"""Addresses such as s3://BUCKET/FOLDER. This module imports little, so that command lines may use it.
+"""Addresses such as s3://BUCKET/FOLDER. This module imports little, so that parsing a command line stays fast.
 
 It also finds the folder for files that hostdev keeps for a user between runs.
 """
@@ -11,14 +11,14 @@ from pathlib import Path
 from hostdev.core.errors import UserError
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
-# In addresses: a user name with a password; over http(s) also a user name alone, which may be a token; and a query.
+# The possible secrets in addresses: USER:PASSWORD@, with http(s) also USER@, which may be a token, and ?QUERY.
 _SECRETS = re.compile(r"(?<=://)[^/@:\s]*:[^/@\s]*@|((?<=http://)|(?<=https://))[^/@\s]*@|\?[^\s'\"]*")
 LOCAL = ("file", "local")
 _DATA, _CHECKPOINTS, _RESULTS, _SOURCES = "data", "checkpoints", "results", "sources"  # subfolders of `get_folder()`
 
 
 def is_remote(text: str) -> bool:
-    """Return whether a text is an address of something that is not a path on this machine."""
+    """Return whether a text is an address with a scheme other than file:// and local://."""
     found = _SCHEME.match(text)
     return found is not None and found[1].lower() not in LOCAL
 
@@ -41,18 +41,18 @@ def get_folder() -> Path:
 
 
 def data_path(text: str) -> Path:
-    """Return the path of a data set; for an address, a local folder for those of its files that are copied as a whole.
+    """Return the path of a data set; an address becomes a local folder for copies of some of the data set's files.
 
     `address_of` returns the address again, in any process. Nothing is read or written.
 
     Raises:
-        UserError: The address has a password or a question mark, which would appear in logs, or names no folder.
+        UserError: The address may contain a secret (see `without_secrets`), which logs would show, or names no folder.
     """
     return _path_of(text, _DATA)
 
 
 def checkpoint_path(text: str | Path) -> Path:
-    """Return the path of a checkpoint, or of a folder of checkpoints; for an address, a local folder for its copies.
+    """Return the path of a checkpoint, or of a folder of checkpoints; an address becomes a local folder for copies.
 
     `data_path` describes the errors.
     """
@@ -60,7 +60,7 @@ def checkpoint_path(text: str | Path) -> Path:
 
 
 def result_path(text: str | Path) -> Path:
-    """Return the path of a new file or folder; for an address, where it is written before it is copied to the store."""
+    """Return the path of a new file or folder; for an address, the local path to write before copying to the store."""
     return _path_of(str(text), _RESULTS)
 
 
@@ -70,7 +70,7 @@ def source_path(text: str | Path) -> Path:
 
 
 def local_path(text: str) -> Path:
-    """Return the path on this machine that a text names; raise UserError for the address of another place."""
+    """Return the path on this machine that a text names; raise UserError for an address in a store."""
     if is_remote(text):
         raise UserError(f"{without_secrets(text)} is an address; this must be a path of this machine")
     return _without_scheme(text)

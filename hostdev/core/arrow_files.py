@@ -33,7 +33,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
             options = pa.ipc.IpcReadOptions(included_fields=places)
         table = pa.ipc.open_file(source, options=options).read_all()
         table.validate(full=True)
-        _ = table.schema.names  # decodes the names
+        _ = table.schema.names  # raises UnicodeDecodeError if a name is not UTF-8
     except UnicodeDecodeError:
         raise ValueError("the name of a column is not UTF-8") from None
     except pa.ArrowMemoryError:

@@ -23,7 +23,7 @@ class BeyondInt64Error(ValueError):
 
 
 def to_int64(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
-    """Convert uint64 arrays and lists of large integers to int64; return other arrays unchanged.
+    """Convert uint64 arrays and lists of large integers to int64; return anything else as an array of its own dtype.
 
     A `padding` id beyond int64 keeps its 64 bits; see `wrap_padding`.
 
@@ -164,7 +164,7 @@ def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
 
 
 def require_last(table: str, ids: npt.NDArray[Any], last: Rows, steps: int) -> None:
-    """Raise ValueError unless `last`, float32 [N], the step of each row's last write, has integers in 0..`steps`."""
+    """Raise ValueError unless the steps of the rows' last writes, `last` float32 [N], are integers in 0..`steps`."""
     wrong = ~((last >= 0) & (last <= steps) & (last == np.floor(last)))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])

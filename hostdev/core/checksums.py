@@ -33,7 +33,7 @@ class Crc32:
 
 
 class NoDigest:
-    """The checksum of a file that is only read, for example into the page cache."""
+    """Takes the place of a checksum for a file that is only read, for example into the page cache."""
 
     def update(self, data: Any) -> None:
         """Ignore bytes."""
@@ -51,12 +51,12 @@ def hash_stream(
     most: int | None = None,
     digest: Callable[[], Any] = sha256,
 ) -> str:
-    """Read an open file to its end; return the checksum of what was read, in hexadecimal.
+    """Read an open file to its end, or up to `most` bytes; return the checksum of these bytes, in hexadecimal.
 
     Args:
         file: A file or other stream, with `readinto`.
         out: A file to which the bytes that were read are written; None for no file.
-        stop: Ends the reading early.
+        stop: Ends the reading early when it is set.
         most: The maximum number of bytes to read; None for all.
         digest: Makes the running checksum.
 
@@ -64,7 +64,7 @@ def hash_stream(
         StoppedError: `stop` was set meanwhile.
         OSError: The file cannot be read, or `out` cannot be written.
     """
-    running, buffer = digest(), memoryview(bytearray(_AT_ONCE))  # large, because each call waits for the GIL
+    running, buffer = digest(), memoryview(bytearray(_AT_ONCE))  # large, since each read waits for the GIL
     remaining = math.inf if most is None else most
     while size := file.readinto(buffer[: int(min(remaining, _AT_ONCE))]):
         running.update(buffer[:size])

@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
             return ""
         given = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         near = [found for word in given for found in get_close_matches(word, self._all_options(), n=1, cutoff=0.7)]
-        near = [found for found in near if found not in given]  # an option of another sub-command
+        near = [found for found in near if found not in given]  # a given word may be an option of another sub-command
         return f"; did you mean {' '.join(near)}?" if near else ""
 
     def _all_options(self) -> list[str]:
@@ -124,7 +124,7 @@ def parser(prog: str, description: str, of: type[Parser] = Parser) -> Parser:
 
 
 def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return `parse` for use as the type of a flag: its UserErrors become errors of the command line."""
+    """Wrap `parse` for use as the type of a flag: its UserErrors are reported as errors of the command line."""
 
     def parse_flag(text: str) -> Any:
         try:
@@ -249,6 +249,6 @@ def _interrupted(prog: str) -> NoReturn:
 
 def _leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the stream's reader is gone
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed, or its reader is gone
             stream.flush()
     os._exit(code)

@@ -6,13 +6,13 @@ sorted by name. A column contributes a line with name, dtype and shape, and the 
 rows. The number of rows in a range is the largest power of two whose weights take at most 1 MiB, but at least 1. An
 array of the dense part contributes such a line and its bytes. Arrays are row-major and little-endian.
 
-A table by key contributes a line that has also its number of keys, its key steps, and the names of its
+A table by key contributes a line that also has its number of keys, its key steps, and the names of its
 out-of-vocabulary rows as JSON; then a line with name, dtype and shape, and the bytes, of each array of `KeyArrays`;
 then its columns, whose rows are the out-of-vocabulary rows and then the rows of the keys. Keys are in the order of
 their hashes.
 
-Several threads hash the ranges. Ranges known to be unchanged are not read again. The kernel gets hints which
-pages of memory-mapped files will be read soon, or in random order.
+Several threads hash the ranges. Ranges known to be unchanged are not read again. The operating
+system is told which pages of memory-mapped files will be read soon, or in random order.
 """
 
 import ctypes
@@ -37,19 +37,19 @@ from hostdev.core.workers import Workers
 RANGE_BYTES = 1 << 20  # bytes of weights per range
 _PIECE_BYTES = 1 << 24
 _COPIED_BYTES = 1 << 18
-_TOGETHER = 8  # ranges that a thread hashes per call
-_QUEUED = 2  # queued calls per thread
+_TOGETHER = 8  # maximum number of ranges that a thread hashes per call
+_QUEUED = 2  # maximum number of queued calls per thread
 
 Digests = npt.NDArray[np.uint8]  # [ranges, 32]
 Fetch = Callable[[], Any]  # returns rows, float32
-_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
+_POPULATE_READ = 22  # MADV_POPULATE_READ in linux/mman.h, since Linux 5.14
 
 
 class DigestColumn(NamedTuple):
     """A column of a table: weights or optimizer state.
 
     `ranges` is called with ascending numbers of row ranges. For each number it yields a function that returns the rows
-    of that range; another thread calls this function.
+    of that range; another thread may call this function.
     """
 
     name: str
@@ -110,7 +110,7 @@ class StateDigest:
             name: The table's name.
             step: Its number of steps.
             columns: The weights, then the optimizer state in any order.
-            known: Digests of ranges that are not computed again, or None to compute all.
+            known: The digests that are known and not computed again, or None to compute all.
             keys: The keys of a table by key.
         """
         if keys is None:
@@ -241,7 +241,7 @@ def populate(array: npt.NDArray[Any]) -> None:
     """
     if not sys.platform.startswith("linux") or not array.flags.c_contiguous or not array.nbytes:
         return
-    _advise(array, _POPULATE_READ)  # harmless error on older kernels
+    _advise(array, _POPULATE_READ)  # fails without effect before Linux 5.14
 
 
 def read_singly(array: npt.NDArray[Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hostdev.core.memory import parse_bytes
 
-MOST_DISK_WINDOW = 1024  # batches
+MOST_DISK_WINDOW = 1024  # maximum of `Disk.window`, in batches
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Disk:
 
     Attributes:
         dir: The folder, which is created if it does not exist. Several tables may use the same folder.
-        memory: Memory for the rows of the table, in bytes, or such as "4GiB". In addition, a table takes 4 bytes for
-            each of its rows (8 bytes for more than about a billion rows).
+        memory: Memory for the rows of the table, in bytes or as text such as "4GiB". In addition, a table takes 4 bytes
+            for each of its rows (8 bytes for more than about a billion rows).
         window: Number of batches that loops read ahead, at most 1024, to know which rows to keep in memory. A larger
             window reads less from the disk if much of the table is in memory, but holds more batches in memory.
     """
@@ -43,7 +43,7 @@ class Disk:
 
     @property
     def path(self) -> Path:
-        """The folder."""
+        """`dir` as a path."""
         return Path(self.dir)
 
     @property

@@ -16,7 +16,7 @@ from hostdev.kernels.jit import bare, kernel
 from hostdev.kernels.pool import parallel_for
 
 _ROW = 1024  # values that share one 64-bit hash
-_GRAIN = 32  # rows per range
+_GRAIN = 32  # a range of rows begins at a multiple of this
 
 
 @kernel

@@ -42,7 +42,7 @@ class NonFiniteError(UserError):
 
 
 class ChangedError(UserError):
-    """A file does not have its checksum, or has changed while it was read."""
+    """A file's content differs from the recorded checksum, or changed while it was read."""
 
 
 class FullError(UserError):
@@ -58,7 +58,7 @@ class FullError(UserError):
 
 
 class TableFullError(FullError):
-    """A table by key has no room for a batch's new keys. All ranks raise it alike."""
+    """A table by key has no room for a batch's new keys. All ranks raise this error at the same step."""
 
 
 class DiskFullError(FullError):
@@ -74,7 +74,7 @@ class StoppedError(Exception):
 
 
 class StoreError(UserError):
-    """A store is unreachable, or an object is missing.
+    """A store is unreachable or wrongly configured, or an object is missing or damaged.
 
     Attributes:
         is_transient: Whether the error may go away; retries have been exhausted.

@@ -25,18 +25,18 @@ _DAMAGED = "its step history is damaged"
 
 
 class NoHistory:
-    """In place of a `History`: steps change only the rows of their batches, so that rows are stored up to date."""
+    """Replaces `History` if a step changes only its batch's rows: the stored rows are then always up to date."""
 
     how: CatchUp | None = None
     steps = 0
     planes = 0  # number of planes in a packed row; 0 if weights are fetched instead of packed rows
 
     def record(self, lr: float, step: int, table: str) -> Clock | None:
-        """Return None, in place of the clock for the updates of a step."""
+        """Return None: a step's updates need no clock, because rows have missed no steps."""
         return None
 
     def forget(self, steps: int) -> None:
-        """Have no effect."""
+        """Do nothing: no steps were recorded."""
 
     def clock(self) -> Clock | None:
         """Return None: rows have missed no steps."""
@@ -101,7 +101,7 @@ class History:
         self._clock: Clock | None = None
 
     def _new_frozen(self, steps: int) -> npt.NDArray[np.float32]:
-        """Return memory for the final coefficients of rows, by the step of their last write, for `steps` steps."""
+        """Return memory for `steps` steps: for each, the final coefficients of rows last written at this step."""
         if self.how.betas is None:
             return np.empty((0, 0), np.float32)
         return np.full((steps, len(self._series.basis) + 1), np.float32(self.how.eps))
@@ -142,12 +142,12 @@ class History:
         return History(self.how)
 
     def hand_over(self, table: Any, *, whole: bool) -> None:
-        """Give this history, from a checkpoint, to a table with an equal optimizer; see `HostTable.adopt`."""
+        """Give this history, loaded from a checkpoint, to a table with an equal optimizer; see `HostTable.adopt`."""
         table.adopt(self, whole=whole)
         take_over_form(table.optimizer, self.how)
 
     def stamp(self, row_slots: Rows, step: int | None = None) -> None:
-        """Write to the per-row state [N, R] that rows have missed no steps after `step`; None for the last one."""
+        """Record in the per-row state [N, R] that the rows are up to date at `step`; None for the current step."""
         row_slots[:, -1] = self.steps if step is None else step
 
     def require_steps(self, table: str, ids: AnyIds, row_slots: Rows) -> None:
@@ -159,7 +159,7 @@ class History:
         return packed_width(dim, self.how.betas is not None)
 
     def bring(self, block: Rows, row_slots: Rows, positions: Positions | None, formats: Formats | None = None) -> None:
-        """Apply to copies of rows the steps that they have missed.
+        """Apply the steps that rows have missed to copies of these rows.
 
         Args:
             block: float32 [N, 1 + S, D]: weights, then state of D values.
@@ -202,7 +202,7 @@ class History:
             self._inverse = np.concatenate([self._inverse, np.ones(more)])
             self._frozen = np.concatenate([self._frozen, self._new_frozen(more)])
         if self.how.betas is not None:
-            # e(L) is set only when step L + 1 is recorded, because the program may set the table's step number before.
+            # e(L) is set only when step L + 1 is recorded: until then, the program may change the table's step number.
             self._frozen[first : self.steps, -1] = central
         if self.how.epsilon_hat or self.how.betas is None:
             epsilons = epsilons[:0]
@@ -219,7 +219,7 @@ class History:
                 self._series.basis,
                 self._frozen,
             )
-            if self._product[0] < LEAST:  # a power of 2: product * inverse keeps its bits
+            if self._product[0] < LEAST:  # LEAST is a power of 2, so product * inverse keeps its bits
                 self._inverse = self._inverse * LEAST
                 self._product[0] /= LEAST
             rates, decays, epsilons, first = rates[done:], decays[done:], epsilons[done:], first + done
@@ -238,7 +238,7 @@ class History:
         return rate, decay, how.eps * eps_correction(beta2, step), how.eps * eps_correction(beta2, central)
 
     def clock(self) -> Clock:
-        """Return the clock, from which kernels apply the steps that a row has missed, up to the last step."""
+        """Return the clock, with which kernels apply the steps that a row has missed, up to the last step."""
         if self._clock is None:
             recent = np.empty((0, 0), np.float32)
             if self.how.betas is not None:

@@ -28,7 +28,7 @@ class Normal:
     def __post_init__(self) -> None:
         if not 0 < self.std <= _LARGEST:
             raise ValueError(f"std must be positive and at most {_LARGEST:g}, not {self.std}")
-        object.__setattr__(self, "std", float(self.std))  # the repr of a NumPy number differs
+        object.__setattr__(self, "std", float(self.std))  # `from_text` cannot parse the repr of a NumPy number
 
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: LongIds | None = None
@@ -60,7 +60,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Independent weights, uniform from low to high in 2^24 steps, each rounded to float32 once."""
+    """Independent weights: each is one of 2^24 evenly spaced values from low to below high, rounded to float32 once."""
 
     low: float = -0.05
     high: float = 0.05
@@ -127,7 +127,7 @@ class GivenRows:
     Args:
         others: Initializer of the remaining rows.
         load: Returns the ids of rows with given weights, int64 [K], ascending and distinct, and the weights, float32
-            [K, D]. It is called when the first row is filled, so that a table's shape can be known without its weights.
+            [K, D]. The first `fill` or `repr` calls it, so that creating a table does not need the weights.
     """
 
     def __init__(self, others: "Initializer", load: Callable[[], tuple[LongIds, npt.NDArray[np.float32]]]) -> None:

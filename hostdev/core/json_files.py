@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 MOST_BYTES = 1 << 28
-_WIDEST = 2**63  # a field of type int must fit into int64; other numbers may need uint64
-_MOST_DIGITS = 20  # of an integer of 64 bits, with its sign
+_WIDEST = 2**63  # fields of type int are below this limit (int64), other integers below twice the limit (uint64)
+_MOST_DIGITS = 20  # maximum characters of a 64-bit integer, including the sign
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def read(path: Path, most: int = MOST_BYTES) -> Any:
 
 
 def loads(content: str | bytes) -> Any:
-    """Return the content of a JSON text, whose numbers have at most 64 bits: other code need not expect larger ones.
+    """Return the content of a JSON text; reject numbers of more than 64 bits, so that other code need not handle them.
 
     Raises:
         ValueError: The text is not JSON, is not UTF-8, is nested too deeply, or has a larger number.

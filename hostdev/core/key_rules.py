@@ -1,4 +1,4 @@
-"""Which keys get a row of a table by key, and which lose theirs.
+"""Rules of tables by key: which keys get a row, and which keys lose their row.
 
 Keys get a row after a number of uses, with a probability, or by a rule of your own.
 
@@ -18,16 +18,16 @@ from hostdev.kernels.arrays import Array, Counts, Keys, Mask, Numbers, RowNumber
 from hostdev.kernels.counter import key64, uniform
 
 MOST_USES = (1 << 24) - 1
-LEAST_SKETCH = 1 << 16  # bytes
+LEAST_SKETCH = 1 << 16  # minimum bytes of a sketch
 Recorded = npt.NDArray[np.uint32]  # [N], steps or numbers of uses
 
 
 class Admission:
     """A rule that decides which keys get a row: subclass it, and give an object to a table by key as `admit`.
 
-    A key without a row reads the table's values for unknown keys, and its gradients are dropped. The rule's `repr` is
-    stored in checkpoints, so that a table is resumed with the same rule; a frozen dataclass has a suitable one.
-    `hostdev.testing.check_admission` checks a rule.
+    The table's `unknown` says what a key without a row reads. If this is a shared row, the key's gradients train it,
+    otherwise they are dropped. The rule's `repr` is stored in checkpoints, so that a table is resumed with the same
+    rule; a frozen dataclass has a suitable one. `hostdev.testing.check_admission` checks a rule.
 
     Attributes:
         counts: Whether the table counts the uses of keys that have no row, over all steps.
@@ -45,7 +45,7 @@ class Admission:
         return 0
 
     def admit(self, keys: Keys, uses: Counts, *, seed: int, name: str, step: int) -> Mask:
-        """Return which keys get a row at once, bool [N].
+        """Return which keys get a row in this step, bool [N].
 
         The answer for a key must be a function of the arguments alone: ranks, threads and a resumed run
         group the keys differently.
@@ -134,7 +134,7 @@ def _require_steps(name: str, value: int) -> None:
 
 
 class KeyUse:
-    """The uses of N keys that have a row, for a rule, in no fixed order; each attribute is gathered when it is read.
+    """How N keys with a row were used, as a rule reads it. Keys have no fixed order; attributes are gathered when read.
 
     Args:
         rows: int32 [N], the keys' rows.
@@ -142,13 +142,13 @@ class KeyUse:
         last: uint32 [V], the number of the step that last used each row's key.
         uses: uint32 [V], how often steps have used each row's key, after decay. If the admission rule counts uses, the
             uses before the key had its row are included.
-        norms: Returns the Euclidean norms of rows' weights, float64 [N], after all earlier steps.
+        squares: Returns the squares of the Euclidean norms of rows' weights, float64 [N], after all earlier steps.
     """
 
     def __init__(
-        self, rows: RowNumbers, keys: Keys, last: Recorded, uses: Recorded, norms: Callable[[RowNumbers], Numbers]
+        self, rows: RowNumbers, keys: Keys, last: Recorded, uses: Recorded, squares: Callable[[RowNumbers], Numbers]
     ) -> None:
-        self._rows, self._keys, self._last, self._uses, self._norms = rows, keys, last, uses, norms
+        self._rows, self._keys, self._last, self._uses, self._squares = rows, keys, last, uses, squares
 
     def __len__(self) -> int:
         """Return N."""
@@ -172,20 +172,25 @@ class KeyUse:
     @property
     def norms(self) -> Numbers:
         """The Euclidean norms of the rows' weights, float64 [N]."""
-        return self._norms(self._rows)
+        return np.sqrt(self._squares(self._rows))
+
+    @property
+    def square_norms(self) -> Numbers:
+        """The squares of `norms`, float64 [N]: the same order, but they differ where two roots are rounded alike."""
+        return self._squares(self._rows)
 
 
 class Eviction:
     """A rule that decides which keys lose their row: subclass it, and give an object to a table by key as `evict`.
 
     A rule either decides about each key alone (`expired`), or orders all keys (`scores`): then keys with the smallest
-    scores are evicted until a share of the capacity is left. The rule's `repr` is stored in checkpoints; a frozen
-    dataclass has a suitable one. `hostdev.testing.check_eviction` checks a rule.
+    scores are evicted until the rest fill the share `keep` of the capacity. The rule's `repr` is stored in
+    checkpoints; a frozen dataclass has a suitable one. `hostdev.testing.check_eviction` checks a rule.
 
     Attributes:
         every: Number of steps between evictions.
-        keep: For a rule with `scores`: the share of the capacity that an eviction leaves, above 0 and at most 1. None
-            for a rule with `expired`.
+        keep: For a rule with `scores`: the share of the capacity that is still filled after an eviction, above 0 and at
+            most 1. None for a rule with `expired`.
         decay: After each eviction, uses are multiplied by this factor and rounded down; above 0 and at most 1.
         steps: For a rule with `expired`: keys that the last `steps` steps used do not expire; None if such keys may.
     """
@@ -233,7 +238,7 @@ class _Keep(Eviction):
     """Evict keys down to a share of the table's capacity; keys with equal scores are ordered by a hash.
 
     Attributes:
-        keep: Share of the capacity that an eviction leaves, above 0 and at most 1.
+        keep: Share of the capacity that is still filled after an eviction, above 0 and at most 1.
         every: Number of steps between evictions.
     """
 
@@ -281,6 +286,6 @@ class SmallestNorm(_Keep):
 
     def scores(self, use: KeyUse) -> Numbers:
         """See `Eviction`."""
-        norms = use.norms
+        norms = use.square_norms
         scores: Numbers = np.where(np.isnan(norms), np.inf, norms)
         return scores

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-RAW = 2**62  # number of hash buckets that stands for raw ids: two values hardly ever share a bucket
+RAW = 2**62  # a data set with at least so many ids or hash buckets has raw ids
 SHARED, ZEROS, INITIAL = UNKNOWN = "shared", "zeros", "initial"  # values that keys without a row read
 
 
 class KeyColumns(NamedTuple):
-    """Keys with their last steps and numbers of uses."""
+    """Keys, the steps that last used them, and their numbers of uses."""
 
     keys: npt.NDArray[np.int64]  # [N]
     last: npt.NDArray[np.uint32]  # [N], the last step that used each key
@@ -29,25 +29,25 @@ def join_columns(parts: Sequence[KeyColumns]) -> KeyColumns:
 
 
 class FormerIds(NamedTuple):
-    """The keys that rows of a table by row get in a table by key."""
+    """The keys that the rows of a table by id get when a table by key loads them."""
 
     keys: npt.NDArray[np.int64]  # [V], by row
     known: npt.NDArray[np.bool_]  # [V], whether the row gets a key
     uses: npt.NDArray[np.uint32]  # [V], how often each row's key was used
-    unknown: Mapping[str, int]  # by name of an out-of-vocabulary row, the former row that becomes it
+    unknown: Mapping[str, int]  # by name of an out-of-vocabulary row, the row of the table by id that it loads
 
 
 class KeyArrays(NamedTuple):
-    """The keys of a table by key: K keys with a row, and W that wait for one, each in the order of their hashes.
+    """The keys of a table by key: K keys with a row, and W keys that wait for one, both in the order of their hashes.
 
     Attributes:
-        step: Number of the keys' steps.
+        step: Number of finished steps of the keys; the table's own number of steps may differ.
         unknown: Names of the out-of-vocabulary rows, ascending.
         keys: int64 [K], the keys with a row.
         last: uint32 [K], the last step that used each key.
         uses: uint32 [K], how often each key was used.
         waiting: int64 [W], the keys that wait for a row.
-        counts: int64 [W], for each waiting key, the last step that used it times 2^24, plus its number of uses.
+        counts: int64 [W], for each waiting key, (the last step that used it) * 2^24 + (its number of uses).
         sketch: uint32 [any], the counters of a count-min sketch of the uses of waiting keys; [0] without a sketch.
     """
 

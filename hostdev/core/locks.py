@@ -1,4 +1,4 @@
-"""Locks between processes; a lock on an open file lasts until the file is closed or unlocked."""
+"""Locks between processes. A lock lasts until its file is unlocked, or closed in every process that inherited it."""
 
 import os
 from pathlib import Path

@@ -4,8 +4,9 @@ import ctypes
 import os
 import platform
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
-_SETTINGS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"}  # in os.environ
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # parameters of mallopt, from malloc.h
+# Environment variables with which users configure glibc's allocator.
+_SETTINGS = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"}
 
 
 def available_cpus() -> int:
@@ -21,8 +22,8 @@ def keep_freed_memory() -> None:
     Each step on the CPU allocates its activations anew, and page faults on fresh memory would take a fifth of the step.
     Nothing is changed if the user has set an allocator variable in the environment.
 
-    Threads that start after this call share one heap, which is possible only while no thread has its own heap. A
-    thread's own heap holds 64 MiB; it serves larger requests with fresh pages, and returns freed memory to the kernel.
+    Threads that start after this call share one heap, so call it before a thread gets a heap of its own. A thread's own
+    heap holds 64 MiB; it serves larger requests with fresh pages, and returns freed memory to the kernel.
     """
     if platform.libc_ver()[0] != "glibc" or _SETTINGS & os.environ.keys():
         return

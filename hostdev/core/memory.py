@@ -1,6 +1,7 @@
 """Free memory, and checks that a table fits before it is allocated."""
 
 import itertools
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,13 +27,10 @@ def format_bytes(n: int) -> str:
 
 def parse_bytes(text: str) -> int:
     """Parse a size such as "16GiB", "500 MB" or "1e9"; raise UserError for other text."""
-    number, unit = text.strip(), 1
-    for power, letter in enumerate("KMGT", 1):
-        for suffix, base in ((f"{letter}iB", 1024), (f"{letter}B", 1000), (letter, 1024)):
-            if number.lower().endswith(suffix.lower()):
-                number, unit = number[: -len(suffix)], base**power
+    number, letter, rest = re.findall(r"(?is)^(.*?)(?:([KMGT])(iB|B|))?$", text.strip())[0]
+    base = 1000 if rest in ("B", "b") else 1024
     try:
-        size = float(number.strip()) * unit
+        size = float(number) * (1 if not letter else base ** (1 + "KMGT".index(letter.upper())))
     except ValueError:
         size = -1.0
     if not 0 <= size < float("inf"):
@@ -40,7 +38,7 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-_sharing = 1  # processes of this run that share the host's memory
+_sharing = 1  # number of processes of this run that share the host's memory
 
 
 def share_memory(processes: int) -> None:
@@ -80,7 +78,7 @@ def require_memory(needed: int, what: str, advice: str = "", error: type[Hostdev
 
 
 def free_addresses() -> int | None:
-    """Return the bytes of addresses that this process may still reserve; None if they are not limited (ulimit -v)."""
+    """Return the bytes of address space that this process may still reserve; None without a limit (ulimit -v)."""
     try:
         import resource  # not on Windows
 
@@ -147,7 +145,7 @@ class TableShape(NamedTuple):
 
 
 def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tuple[int, int]:
-    """Return the bytes to transfer one row of every table as float32: first without, then with the slots.
+    """Return the bytes of one float32 row of each table, summed over the tables: without the slots, and with them.
 
     Each table is given as (dim, optimizer) or as a `TableShape`.
     """

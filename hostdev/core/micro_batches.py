@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
-EXCHANGES = ("tree", "all-reduce")  # how ranks sum gradients; the library chooses an all-reduce's order
+EXCHANGES = ("tree", "all-reduce")  # how ranks sum gradients; the communication library orders an all-reduce
 
 
 def cut(rows: int, parts: int) -> list[tuple[int, int]]:

@@ -4,11 +4,11 @@ import stat
 from pathlib import Path
 from typing import Any
 
-_LONGEST = 4096  # characters of a path
+_LONGEST = 4096  # maximum characters of a path
 
 
 def wrong_name(name: Any) -> str | None:
-    """Return None if a manifest may contain this file name, or else text that follows the name in a message."""
+    """Return None if a manifest may contain this file name, or else the reason, to follow the name in a message."""
     if not isinstance(name, str) or not name:
         return "is empty or not a string"
     if len(name) > _LONGEST:
@@ -33,8 +33,8 @@ def inside(root: Path, name: str) -> Path:
     """Return the path of a file that a manifest in the folder `root` names.
 
     Raises:
-        ValueError: The name is not a plain relative path, a link leads outside the folder, or the file is a pipe or a
-            device.
+        ValueError: The name is not a plain relative path, a link leads outside the folder, the file is a pipe or a
+            device, or it cannot be accessed.
     """
     path, mode, is_linked = root, 0, False
     for part in require_name(name).split("/"):

@@ -17,7 +17,7 @@ from hostdev.kernels.clock import FEW_TERMS, MOST_TERMS
 
 LAST = "last"  # name of the per-row state that holds the table's step count at the row's last write
 SMALL = 2.0**-26  # a moment below this fraction of its value at the last write no longer moves a weight
-_TRUNCATED = 2.0**-24  # largest relative error of the sum of the terms
+_TRUNCATED = 2.0**-24  # largest allowed relative error of a series that is cut off; see `get_terms`
 _MOST_SUMMED = 1 << 15  # maximum number of steps in which a decaying moment may move a weight
 _LEAST_NORM = 1e-12
 SQUARED = 2.0**46  # the largest gradient whose sums of squares are finite
@@ -115,10 +115,10 @@ class SparseOptimizer:
     weight_decay: float = 0.0
 
     primitive: ClassVar[str]  # the name of the op that applies the optimizer
-    non_negative: ClassVar[frozenset[str]] = frozenset()  # slots that are never negative: 8 bits need no sign
+    non_negative: ClassVar[frozenset[str]] = frozenset()  # slots that are never negative, so that 8 bits need no sign
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
-        """Check the arguments that all optimizers take; raise ValueError or TypeError for an invalid value."""
+        """Raise ValueError for wrong `weight_decay` or `clip_norm`, TypeError for `momentum` if the class has none."""
         if (decay := given.get("weight_decay", 0.0)) != 0:
             check("weight_decay", decay, "at least 0")
         if "momentum" in given and not hasattr(cls, "momentum"):

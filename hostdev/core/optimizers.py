@@ -368,7 +368,8 @@ def complete_arguments(name: str, hyperparameters: Mapping[str, Any]) -> dict[st
 def can_continue(optimizer: Any, name: str, arguments: Mapping[str, Any]) -> bool:
     """Return whether a table's optimizer can continue from the state of an optimizer with this class and arguments.
 
-    Learning rates may differ. `Adam` without `epsilon_hat` can continue with it, which `take_over_form` then sets.
+    Learning rates may differ. `Adam` without `epsilon_hat` can continue from a state with it, and `take_over_form` then
+    sets it.
     """
     mine = {**hyperparameters(optimizer), "lr": None}
     if mine.get("epsilon_hat") is False and arguments.get("epsilon_hat") is True:

@@ -1,4 +1,4 @@
-"""Options as data: a group of options is a dataclass, from which come its flags, checks, messages and reference."""
+"""Options as data: the flags, checks, messages and documentation of a group of options come from one dataclass."""
 
 import argparse
 import math
@@ -15,7 +15,7 @@ class When(NamedTuple):
     """A condition on an option's value, such as that it is given.
 
     Attributes:
-        name: The option, or a property of the configuration, which must be true.
+        name: The name of an option, or of a property of the configuration that must be true.
         equal: Only this value meets the condition.
         above: Only values above this number meet the condition.
         shown: The condition in messages (default: the option, with the value if there is a condition on it).
@@ -69,10 +69,11 @@ class Option(NamedTuple):
         excludes: Conditions that must not hold if the option is given, with the reason or "".
         unused_with: Conditions under which the option has no effect, with the reason or "".
         implies: Values of other options, by name, if the option is given.
-        is_flag: Whether the option is also a flag. New options are only keys of a file of options.
+        is_flag: Whether the option is a flag as well as a key of a file of options. New options are only such keys.
         is_fixed: Whether results depend on the option: a resumed run must have the same value.
-        has_effect: Whether a fixed option counts as equal if it leads to an equal model: its default is the model's.
-        is_kind: Whether a run with the option is of another kind, which must be resumed with it.
+        has_effect: Whether a resumed run may have another value of a fixed option if the model stays equal: its default
+            may be given or left out.
+        is_kind: Whether a run must be resumed with the option exactly if it was started with it.
         is_local: Whether the option may differ between the processes of a run.
         is_shared: Whether the option only has an effect with several processes.
         is_number: Whether a file of options may give an integer in place of text.
@@ -290,7 +291,7 @@ class OptionGroup:
 
     @classmethod
     def add_flags(cls, to: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
-        """Add a flag for every option, or for the options `names`, under the headings of the groups."""
+        """Add the flags of all options, or of the options `names`, under the headings of the groups."""
         headings: dict[str, Any] = {}
         for group in cls.groups():
             for name in cls._names(group, names):
@@ -346,12 +347,12 @@ class OptionGroup:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return the options by name, for config.json."""
+        """Return the options' values by name, for config.json."""
         values = {name: getattr(self, name) for name in self.options()}
         return {name: shown_place(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
-_METAVARS: Mapping[Any, str] = {int: "N", float: "X"}  # by type; DIR for other types
+_METAVARS: Mapping[Any, str] = {int: "N", float: "X"}  # default metavars by type; DIR for other types
 
 
 def _add_flag(to: Any, name: str, item: Option) -> None:

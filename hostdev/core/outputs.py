@@ -1,9 +1,10 @@
-"""Files and folders that get their names when they are complete: new ones, and files that replace others.
+"""Files and folders that get their final names when they are complete: new ones, and files that replace existing ones.
 
 The content is written to a hidden file .NAME.partial or a hidden folder .NAME.unfinished beside the final one. The
 process locks the hidden name of a new file or folder, and never overwrites what another process creates meanwhile. The
 hidden name of a file that may replace another ends in random digits, so that any number of threads, processes and hosts
-may write the file at once. The next process that writes the same file or folder removes what a killed process has left.
+may write the file at once. The next process that creates the same file or folder removes what a killed process has
+left; `write_json` does so if nothing was written to it for an hour.
 
 Folders of checkpoints have different hidden names (`checkpoint.folder`), because several ranks write to one at once.
 
@@ -26,8 +27,8 @@ from typing import Any
 from hostdev.core import locks
 from hostdev.core.errors import UserError
 
-_LONGEST = 240  # bytes of a hidden name, to which random digits may be appended
-_PARTIAL = re.compile(r"\.part(ial(-[0-9a-f]{8})?)?$")  # with digits: `replacing`; .part: earlier versions
+_LONGEST = 240  # maximum bytes of a hidden name, to which random digits may be appended
+_PARTIAL = re.compile(r"\.part(ial(-[0-9a-f]{8})?)?$")  # `replacing` appends digits; earlier versions used .part
 _ABANDONED_SECONDS = 3600
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of a rename to an existing name
 

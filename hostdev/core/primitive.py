@@ -1,6 +1,6 @@
 """Timed ops with a name and a target; their times go to ops.log and the summary's table of ops.
 
-Times of any number of calls are in bounded memory: exact for up to 65,536 calls, then partly in a histogram.
+Memory for the times is bounded: up to 65,536 calls of an op are kept exactly, earlier ones in a histogram.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _BITS = 7  # log2 of the number of buckets per power of two
 _BUCKETS = (63 - _BITS + 1) << _BITS
 TARGETS = ("CPU", "DEVICE")
 Report = Callable[[int], None]
-_MOST_WAITING = 1 << 16  # lines queued for the writer thread
+_MOST_WAITING = 1 << 16  # maximum number of lines queued for the writer thread
 _EVERY_SECONDS = 1.0
 
 
@@ -37,7 +37,7 @@ class Durations:
     def __init__(self) -> None:
         self.latest = array("q")  # nanoseconds, not yet in the histogram
         self._earlier: npt.NDArray[np.int64] | None = None
-        self._count = self._total = 0  # of the durations in the histogram
+        self._count = self._total = 0  # number and sum of the durations in the histogram
 
     def add(self, nanoseconds: int) -> None:
         """Add a call's duration."""
@@ -103,13 +103,13 @@ def _middle(bucket: int) -> float:
 
 
 class OpClock(Protocol):
-    """A clock for ops whose calls may return before their work is done; it is called before and after a call."""
+    """A clock for ops whose calls may return before their work is done; `begin` and `end` are called around a call."""
 
     def begin(self) -> Any:
         """Return a mark for `end`, such as the current time."""
 
     def end(self, mark: Any, report: Report) -> None:
-        """Report the nanoseconds since the mark, now or later."""
+        """Pass the nanoseconds since the mark to `report`, now or later."""
 
 
 class OpTimes:
@@ -187,14 +187,14 @@ class OpLog:
         return op
 
     def append(self, line: str, nanoseconds: int) -> None:
-        """Queue a line for the writer thread."""
+        """Queue a line for the writer thread; wait while the queue is full."""
         self._buffer.append((time.time(), line, nanoseconds))
         if len(self._buffer) >= _MOST_WAITING:
             self._writer.ask()
             self._writer.wait_for(lambda: len(self._buffer) < _MOST_WAITING or not self.is_writing)
 
     def _write(self) -> None:
-        with contextlib.suppress(Exception):  # `check` raises it
+        with contextlib.suppress(Exception):  # `flush` stores the error for `check`
             self.flush()
 
     def check(self) -> None:
@@ -349,7 +349,7 @@ class PartialCall:
 
     def __init__(self, op: Primitive) -> None:
         self._op = op
-        self._parts: list[int] = []  # nanoseconds
+        self._parts: list[int] = []  # nanoseconds of each part
         self._spans: list[list[tuple[int, int]]] = []  # per part, the start and end of each task
         self._nbytes = 0
 
@@ -362,7 +362,7 @@ class PartialCall:
         return result
 
     def tasks(self, *args: Any) -> list[Task]:
-        """Return a part's tasks for `run_tasks`.
+        """Return a part's tasks for `kernels.pool.run_tasks`.
 
         The part's time is measured from the start of its first task to the end of its last task.
         """

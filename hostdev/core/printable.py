@@ -1,4 +1,4 @@
-"""Safe printing: of untrusted text, such as other processes' messages and file headers, and on any standard stream.
+"""Safe printing of untrusted text, such as other processes' messages and file headers, to any standard stream.
 
 Printing never fails if standard output or standard error is closed, has a limited encoding, or has lost its terminal.
 """
@@ -57,7 +57,7 @@ def prepare_streams() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="hostdev.printed")
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.errors == "strict":
-        sys.stderr.reconfigure(errors="backslashreplace")  # Python's default
+        sys.stderr.reconfigure(errors="backslashreplace")  # Python's default for standard error
 
 
 def silence(numbers: list[int]) -> None:
@@ -68,7 +68,7 @@ def silence(numbers: list[int]) -> None:
 
 
 def terminals() -> list[int]:
-    """Return the file descriptors of standard output and standard error, without those that are not terminals."""
+    """Return which of the file descriptors 1 and 2, standard output and standard error, are terminals."""
     return [number for number in (1, 2) if not _is_closed(number) and os.isatty(number)]
 
 
@@ -81,7 +81,7 @@ def _is_closed(number: int) -> bool:
 
 
 def _printed(error: UnicodeError) -> tuple[str | bytes, int]:
-    r"""Encode characters that the encoding lacks: undecodable bytes of a file name as they are, others as \xe4, ..."""
+    r"""Encode characters that the encoding lacks: undecodable bytes of a file name as bytes, others as \xe4, ..."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     made = bytearray()

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from hostdev.core.printable import printable
 
-_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between lines; 60 if < 1/50 of the work was done meanwhile
+_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between two lines; 60 if < 1/50 of the work was done between them
 _LOG_PARTS = 50
 ERASE_LINE = "\r\x1b[K"  # erases the line of a terminal
 
@@ -53,7 +53,7 @@ def bar(
     """
     kind: type[Any] = _Bar
     if _is_in_notebook():
-        from tqdm.notebook import tqdm as notebook_tqdm  # imports ipywidgets
+        from tqdm.notebook import tqdm as notebook_tqdm  # only here, because it needs ipywidgets
 
         kind = type("NotebookBar", (BarFormat, notebook_tqdm), {})
     elif not sys.stderr.isatty():
@@ -116,7 +116,7 @@ class _Bar(BarFormat, tqdm):  # type: ignore[misc]
 
 
 class _Lines:
-    """Progress as lines on standard output, used if standard error is not a terminal, so that only errors go there."""
+    """Progress as lines on standard output, used if standard error is not a terminal, to keep it for errors."""
 
     def __init__(
         self, total: int, description: str, unit: str, scale: bool, begin: int, left: Callable[[], float | None] | None

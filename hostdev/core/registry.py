@@ -1,11 +1,11 @@
-"""Implementations that installed packages register by kind and name, ours in the same way as a stranger's.
+"""Implementations that installed packages register by kind and name; hostdev registers its own in the same way.
 
 A package declares them in its pyproject.toml; `find("tracker", "mine")` then imports and returns `Tracker`:
 
     [project.entry-points."hostdev.tracker"]
     mine = "package.module:Tracker"
 
-Classes of users are named on a command line as package.module:Class.
+On a command line, a user's own class is named as package.module:Class.
 """
 
 import functools
@@ -21,7 +21,7 @@ from hostdev.core.errors import UserError
 
 _T = TypeVar("_T")
 _OURS = "hostdev"
-_SOURCES = Path(__file__).parents[2] / "pyproject.toml"  # beside the package, where it runs from its sources
+_SOURCES = Path(__file__).parents[2] / "pyproject.toml"  # exists only if hostdev runs from its sources
 
 
 class _Registered(NamedTuple):

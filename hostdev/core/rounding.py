@@ -11,7 +11,7 @@ from hostdev.kernels.plane_formats import BFLOAT16, FLOAT32, SIGNED_8, UNSIGNED_
 
 
 def rounding_key(seed: int, table: str, step: int) -> int:
-    """Return the random number key for rounding at a table's step, from 1; step 0 is for the initial weights."""
+    """Return the random number key for rounding at a table's step, counted from 1; 0 is for the initial weights."""
     return key64(seed, "bfloat16", table) ^ int(mix64(np.array([step]))[0])
 
 

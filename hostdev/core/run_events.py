@@ -116,7 +116,7 @@ class RunObserver:
     listens = False
 
     def start(self, run: RunInfo, runtime: Any, again: StepInfo | None) -> None:
-        """Receive the run before its first step; `again` is the last step if its evaluation comes first, else None."""
+        """Receive the run before its first step; `again` is the last step if it is evaluated again first, else None."""
 
     def step(self, info: StepInfo) -> None:
         """Receive a step's losses."""

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from hostdev.core import json_files
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
-SCORES_LOG = "scores.jsonl"  # counts of predictions by evaluation
-TENSORBOARD, MLFLOW = "tensorboard", "mlflow.json"  # of --log-to
-KEYS_LOG, KEYS_PICTURE = "keys.log", "keys.png"  # of tables by key
+SCORES_LOG = "scores.jsonl"  # for each evaluation, the counts of predictions by bin
+TENSORBOARD, MLFLOW = "tensorboard", "mlflow.json"  # written with --log-to
+KEYS_LOG, KEYS_PICTURE = "keys.log", "keys.png"  # written for tables by key
 CONFIG, SUMMARY, CURVE, REPORT = "config.json", "summary.json", "curve.png", "report.html"
-FILES_LOG, ASIDE_LOG, NEEDED = "files.jsonl", "set_aside.jsonl", "needed.json"  # of --follow
-GROWN, REPLACED = "grown", "replaced"  # `why` in lines of set_aside.jsonl: how a known file has changed
+FILES_LOG, ASIDE_LOG, NEEDED = "files.jsonl", "set_aside.jsonl", "needed.json"  # written with --follow
+GROWN, REPLACED = "grown", "replaced"  # values of `why` in set_aside.jsonl: how a known file has changed
 
 SCORE_BINS, SCORE_LIMIT = 240, 12.0  # bins of scores.jsonl: of equal width in log-odds from -SCORE_LIMIT to SCORE_LIMIT
 

@@ -1,6 +1,6 @@
 """Ctrl-C: protection of work that must not be interrupted, and reliable handling.
 
-An interrupt ends imports at once, and is raised again if something swallows it: Python raises KeyboardInterrupt
+An interrupt ends imports at once, and is raised again if something swallows it. Python raises KeyboardInterrupt
 wherever the main thread happens to be, even where it cannot propagate: in a finalizer or callback, within a library's
 bare `except`, or in C code that clears errors or turns them into an ImportError.
 """
@@ -60,7 +60,7 @@ def uninterruptible(call: Callable[[], Any]) -> None:
 
 @contextmanager
 def leaving(leave: Callable[[], object]) -> Iterator[None]:
-    """On Ctrl-C within the block, which only imports modules, call `leave`, which ends the process without cleanup."""
+    """On Ctrl-C in a block that only imports modules, call `leave`, which must end the process without cleanup."""
     if not (_is_main() and callable(signal.getsignal(signal.SIGINT))):
         yield
         return
@@ -142,7 +142,7 @@ def _ignore() -> None:
 
 
 def _resend(number: int, frame: FrameType | None) -> None:
-    os.kill(os.getpid(), signal.SIGINT)  # runs its current handler
+    os.kill(os.getpid(), signal.SIGINT)  # runs the current handler of SIGINT
 
 
 def _is_main() -> bool:

@@ -1,9 +1,9 @@
-"""Folders in stores. A package adds a store by a class for its URL scheme; the rest is the same for all stores.
+"""Folders in stores. A package adds a kind of store by a class for its URL scheme; all other code is shared.
 
     [project.entry-points."hostdev.store"]
     mystore = "package.module:MyBackend"       # for addresses such as mystore://BUCKET/FOLDER
 
-`Store` retries failed operations for a limited time, and requests content again that arrives damaged. fsspec handles
+`Store` retries failed operations for a limited time, and requests damaged content again. fsspec handles
 the schemes that no package registers. `Patience` repeats failing work with growing pauses, up to a time limit.
 """
 
@@ -28,12 +28,12 @@ from hostdev.core.errors import HostdevError, StoppedError, StoreError, in_words
 from hostdev.core.workers import run_in_thread
 
 LONGEST_SECONDS = 300.0  # time limit of all attempts, unless HOSTDEV_STORE_PATIENCE is set
-_PAUSES = 0.5, 30.0  # seconds: the first one, which doubles, and the longest
+_PAUSES = 0.5, 30.0  # seconds: the first pause, which each attempt doubles, and the longest
 _POLL_SECONDS = 0.2  # between checks whether the result is still needed
 
 T = TypeVar("T")
 KIND, DEFAULT = "store", "fsspec"  # the kind in `core.registry`, and the default name
-_PIECE = 1 << 23  # bytes of a request
+_PIECE = 1 << 23  # maximum bytes of a request
 _MD5 = re.compile(r"([0-9a-f]{32})(?:-(\d+))?")
 _PART_SIZES = 5, 8, 16, 50, 64, 100, 5120  # MiB, usual part sizes of multipart uploads
 _DAMAGED = "an answer had a wrong checksum"
@@ -76,7 +76,7 @@ class Patience:
                 is_transient=True,
             ) from None
         pause = min(self._pause, max(remaining, 0.05))
-        if pause > _PAUSES[0]:  # a first failure is usual
+        if pause > _PAUSES[0]:  # a single failure is usual and not reported
             write_stderr(f"{where}: {why}; trying again in {pause:.0f} s, for {remaining:.0f} s at most")
         if stop is None:
             time.sleep(pause)
@@ -171,7 +171,7 @@ class StoreBackend(Protocol):
 
     @staticmethod
     def is_transient(error: Exception) -> bool:
-        """Return whether an error may go away: by default, any OSError but a missing file or a lack of permission."""
+        """Return whether an error may go away: by default, any OSError that is not known to be permanent."""
         if not isinstance(error, OSError) or isinstance(error, _PERMANENT):
             return False
         return error.errno not in _PERMANENT_NUMBERS and "Forbidden" not in str(error)
@@ -209,7 +209,7 @@ class Store:
             self._opened = self._kind(self._address)
         except HostdevError:
             raise
-        except Exception as error:  # each package has its own
+        except Exception as error:  # each package has its own exceptions
             raise StoreError(f"{self.shown}: {self._describe(error)}") from None
         self._owner = os.getpid()
 
@@ -238,7 +238,7 @@ class Store:
     def read_manifest(self, name: str, *, without: bool = False) -> bytes | None:
         """Return a file that contains its own checksum (see `is_whole_json`), or None if there is no such file.
 
-        Content with a wrong checksum is requested again, and returned only if it arrives three times.
+        Content with a wrong checksum is requested again, and returned only if the same content arrives three times.
         """
         arrived: Counter[bytes] = Counter()
         patience = self._patience(name)
@@ -271,7 +271,7 @@ class Store:
         return self._repeat(name, lambda: self.backend.about(name), stop)
 
     def compare(self, name: str, path: Path) -> About | None:
-        """Return the facts about a file if it has the bytes of a file of this machine, else None.
+        """Return the facts about a file in the store if its bytes equal those of the local file `path`, else None.
 
         The file is not read if the store keeps an equal MD5.
 

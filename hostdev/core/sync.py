@@ -30,7 +30,7 @@ from hostdev.core.workers import call_all
 _THREADS = 4
 _LOCK = ".lock"
 _SHA256 = re.compile("[0-9a-f]{64}")
-_SHARE = 0.25  # of the disk's free space, by default
+_SHARE = 0.25  # default limit of the copies, as a share of the free space and the copies together
 _PAUSE = 0.05  # seconds between looks at a file that another process fetches
 _MOST_REMOVED, _MOST_DAMAGED = 20, 3  # maximum attempts to use a copy that is removed, or is damaged
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def require_new(path: Path, manifest: str | None = None) -> None:
 
 @contextmanager
 def sending(path: Path, manifest: str | None = None) -> Iterator[None]:
-    """Copy a file or folder that the block creates to its address, if it has one, and remove it from this machine.
+    """Copy the file or folder `path`, which the block creates, to the store if it has an address; then remove it here.
 
     Args:
         path: From `addresses.result_path`.
@@ -105,7 +105,7 @@ def sync(
         store: The target.
         names: The files' paths, relative to both.
         manifest: Files of this name are copied after all others: a folder without them is incomplete for its readers.
-        done: Called with the name of each file that has been copied, in this thread.
+        done: Called in the caller's thread with the name of each file that has been copied.
     """
     sizes = {name: (folder / name).stat().st_size for name in names}
     is_last = {name: name == manifest or name.endswith(f"/{manifest}") for name in names}
@@ -119,10 +119,10 @@ def sync(
 
 
 def get_limit(folder: Path) -> int:
-    """Return the bytes that copies may take: HOSTDEV_STORE_CACHE_SIZE, or 1/4 of the free and the copies' space."""
+    """Return the bytes that copies may take: HOSTDEV_STORE_CACHE_SIZE, or 1/4 of the free space plus the copies."""
     text = os.environ.get("HOSTDEV_STORE_CACHE_SIZE", "")
     if text:
-        from hostdev.core.memory import parse_bytes  # imports NumPy
+        from hostdev.core.memory import parse_bytes  # only here, because it imports NumPy
 
         try:
             return parse_bytes(text)
@@ -245,7 +245,7 @@ def _touch(path: Path) -> bool:
         return False
     try:
         with contextlib.suppress(OSError):  # the file belongs to another user
-            os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))  # else the file would seem to be changed
+            os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))  # a new mtime would look like a change
     finally:
         os.close(file)
     return True

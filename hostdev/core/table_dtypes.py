@@ -6,9 +6,9 @@ from hostdev.kernels.clock import Clock
 from hostdev.kernels.plane_formats import plane_bytes
 
 FP32, BF16, EIGHT_BIT = "fp32", "bf16", "8bit"
-TABLE_DTYPES = (FP32, BF16)  # of weights; names in files and options
-SLOT_DTYPES = (FP32, BF16, EIGHT_BIT)  # of the optimizer's state columns
-_ALIASES = {"bfloat16": BF16}  # the public name; "bf16" is accepted for one release
+TABLE_DTYPES = (FP32, BF16)  # dtypes of weights, as files and options name them
+SLOT_DTYPES = (FP32, BF16, EIGHT_BIT)  # dtypes of the optimizer's state columns
+_ALIASES = {"bfloat16": BF16}  # "bfloat16" is the public name; "bf16" is still accepted for one release
 
 
 class Rounding(NamedTuple):

@@ -19,11 +19,11 @@ class _TablePrimitive(Primitive):
 
     # Any, below: tables and arrays of NumPy or torch, which this module does not import.
 
-    # the last call's table, the op's target then, and the bytes per row
+    # the table of the last call, the op's target at that call, and the bytes per row
     _latest: tuple[Callable[[], Any], str, int] = (lambda: None), "", 0
 
     def _require(self, table: Any) -> int:
-        """Check a table, which is almost always that of the last call; return the bytes read and written per row."""
+        """Check a table, unless the last call has checked it; return the bytes read and written per row."""
         latest, target, row_bytes = self._latest
         if latest() is not table or target != self.attrs["primitive_target"]:
             self._check(table)
@@ -72,7 +72,7 @@ class EmbeddingLookup(_TablePrimitive):
         Args:
             table: A host table.
             ids: As for `HostTable.lookup`; nothing is checked.
-            some: The output, float32 [N, `fetched_width`], and positions.
+            some: The output, float32 [N, `table.fetched_width`], and positions.
         """
         self._require(table)
         rows = table.stored
@@ -116,7 +116,7 @@ class _Update(_TablePrimitive):
 
 
 class _WholeRows(_TablePrimitive):
-    """A copy of rows of a host table, with their optimizer state.
+    """An op that copies rows of a host table with their optimizer state.
 
     Arguments: `(table, ids [N], block float32 [N, 1 + S, D], row_slots float32 [N, R])`, and optionally `positions`, as
     in `HostTable.read_rows`.

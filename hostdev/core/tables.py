@@ -22,13 +22,13 @@ class Capabilities(NamedTuple):
 
     by_key: bool = False  # ids are keys, any integers of 64 bits, which get rows and lose them
     on_disk: bool = False  # rows may be on disk: tasks need rows that are pinned in memory
-    late: bool = False  # rows miss the steps that do not use them, and get them when they are next read or updated
+    late: bool = False  # rows miss steps that do not use them; the next read or update applies the missed steps
     formats: tuple[int, ...] | None = None  # how each plane of a row is stored; None if all are float32
     ranks: int = 1  # number of ranks that each have a part of the rows
 
     @property
     def in_place(self) -> bool:
-        """Whether the memory of the rows has their values after the last step, in float32."""
+        """Whether the rows' own memory has their current values, in float32."""
         return not (self.on_disk or self.late or self.formats)
 
 
@@ -81,7 +81,7 @@ class Owned:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps so far; may be set to 0 or more, such as to the step of moments from elsewhere.
+        """Number of optimizer steps so far; may be set to 0 or more, for example to match moments from elsewhere.
 
         With `Adam`, set it before training: a later change is exact only for rows that were written or used in the
         previous step, and approximate for the movement of all other rows by their moments.
@@ -126,11 +126,11 @@ class Owned:
         """Return the row numbers at positions [N] among the `rows` rows in use; for a table by id, the positions."""
         return positions
 
-    def find_ids(self, ids: Any, unknown: Any) -> tuple[Any, Any]:  # Any: each kind of table has its own
-        """Return the local row numbers of ids [N]: for a table by id, the ids themselves; and None.
+    def find_ids(self, ids: Any, unknown: Any) -> tuple[Any, Any]:  # Any: each kind of table has its own types
+        """Return the local row numbers of ids [N] and the keeper of temporary rows; for a table by id, ids and None.
 
         For a table by key, `unknown` has for each feature in order its number of ids and the names of its
-        out-of-vocabulary rows. Then the second value may keep temporary rows, until it is deleted.
+        out-of-vocabulary rows. The second value keeps the temporary rows until it is deleted, or is None.
         """
         del unknown
         return ids, None
@@ -256,7 +256,7 @@ class ColumnCopies:
 
     @weights.setter
     def weights(self, values: Any) -> None:
-        self.column("weights")[...] = values  # `w.weights *= 2` assigns, too
+        self.column("weights")[...] = values  # `w.weights *= 2` also calls this setter
 
     @property
     def slots(self) -> Slots:

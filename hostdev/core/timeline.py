@@ -14,14 +14,14 @@ from hostdev.core.errors import naming
 
 HOST_STAGES = ("read", "unique", "plan", "lookup", "lookup forwarded", "send", "update first", "lookup late", "update")
 STAGES = (*HOST_STAGES[:6], "step", *HOST_STAGES[6:])
-EXCHANGES = ("exchange ids", "exchange rows", "exchange late rows", "exchange gradients")  # with other ranks
-STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; on an accelerator, the time to queue them
+EXCHANGES = ("exchange ids", "exchange rows", "exchange late rows", "exchange gradients")  # only with other ranks
+STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; on an accelerator, the time to queue their work
 PHASES = ("epoch", "evaluation", "checkpoint")  # around all stages, or between them
 _ON_HOST, _IN_TRACE_ONLY = frozenset(HOST_STAGES), frozenset((*STEP_PARTS, *PHASES))
 _AFTER_STEP = 1 + STAGES.index("step")
 TRACKS = (*PHASES, *STAGES[:_AFTER_STEP], *STEP_PARTS, *STAGES[_AFTER_STEP:], *EXCHANGES)
 _NUMBERS = {stage: number for number, stage in enumerate(TRACKS, 1)}
-_NAMES = {"optimizer": "dense update"}  # distinguishes it from the tracks of row updates
+_NAMES = {"optimizer": "dense update"}  # shown instead, to tell it from the tracks of row updates
 
 
 class Timeline:
@@ -105,7 +105,7 @@ class Timeline:
                 file.write("\n]\n")
 
     def count_work(self, now: int, by: int) -> None:
-        """Add `by` to the number of host stages at work, and count the time until `now` as busy if any was at work."""
+        """Add `by` to the number of host stages at work; count the time since the last call as busy if any was."""
         with self._lock:
             if self._at_work:
                 self.host_busy_ns += now - self._since
@@ -189,4 +189,4 @@ class Span:
         self._timeline.add(self._stage, self._batch, self._flow, self._start, now, self._args)
 
 
-_profiler_range: Any = record_function  # untyped
+_profiler_range: Any = record_function  # torch's function has no types

@@ -47,7 +47,7 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         for _thread in self._threads:
             self._work.put(None)
-        if sys.is_finalizing():  # Python has stopped them
+        if sys.is_finalizing():  # Python has stopped the threads
             return
         for thread in self._threads:
             if thread is not threading.current_thread():  # a worker may hold the last reference to this object
@@ -103,7 +103,7 @@ def run_in_thread(name: str, call: Callable[[], T]) -> "Future[T]":
 
 
 class Worker:
-    """A daemon thread that makes a call when it is asked to, and again some seconds after the last one.
+    """A daemon thread that makes a call when it is asked to and, with `seconds`, this long after the last call.
 
     An error of the call ends the thread, and is raised by the next `wait`, `wait_for`, `check` or `close`.
 

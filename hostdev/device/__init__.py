@@ -1,1 +1,1 @@
-"""The device's clock, tables, rows and optimizers, built on torch. May import hostdev.kernels, but not hostdev.host."""
+"""The device's clock, tables, rows and optimizers, built on torch; it may import hostdev.kernels, not hostdev.host."""

@@ -20,7 +20,7 @@ import torch
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, cache_room
 
-_TF32_CAPABILITY = (8, 0)  # Ampere
+_TF32_CAPABILITY = (8, 0)  # Ampere, the first GPUs with TF32
 _SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # set by the user, or by `hostdev.core.environment`
 _started = threading.Lock()
 
@@ -81,7 +81,7 @@ def require(device: torch.device | str) -> torch.device:
     accelerator = _accelerator()
     if is_accelerator(device) and (accelerator is None or device.type != accelerator.type):
         raise UserError(f"device={device}: {_explain_missing(device, accelerator)}, or use device=cpu")
-    return torch.empty(0, device=device).device  # with its index
+    return torch.empty(0, device=device).device  # the device with its index
 
 
 def _accelerator() -> torch.device | None:
@@ -182,7 +182,7 @@ def seed_generators(device: torch.device, seed: int) -> None:
 def limit_spinning() -> None:
     """Limit spinning in this process from now on.
 
-    Do nothing if the environment variables say how threads wait, or if torch has a single thread.
+    Do nothing if environment variables say how threads wait, if torch has a single thread, or if this was done before.
     """
     if _SETTINGS & os.environ.keys() or torch.get_num_threads() == 1 or not _started.acquire(blocking=False):
         return

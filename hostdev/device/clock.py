@@ -19,7 +19,7 @@ class EventClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: deque[tuple[Any, Any, Report]] = deque()
-        self._draining = threading.Lock()  # any thread may report
+        self._draining = threading.Lock()  # several threads may call `drain`
 
     def begin(self) -> Any:
         """Record the begin event, and return it for `end`."""
@@ -54,8 +54,8 @@ def make_clock(device: torch.device) -> EventClock | None:
 class Bus(NamedTuple):
     """Bandwidths between host and device, in bytes per second."""
 
-    down: float  # to the device
-    up: float  # to the host
+    down: float  # from the host to the device
+    up: float  # from the device to the host
 
 
 def measure(device: torch.device, nbytes: int = 1 << 26, rounds: int = 5) -> Bus:

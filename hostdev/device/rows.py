@@ -50,7 +50,7 @@ class GroupUses:
         """Return the number of occurrences of each row, float32 [U]."""
         device = self.features[0].inverse.device
         counts = torch.zeros(self.rows, dtype=torch.float32, device=device)
-        for feature in self.features:  # integers: the order of the sum does not matter
+        for feature in self.features:  # the sums are integers, so the order does not matter
             ones = torch.ones(len(feature.inverse), dtype=torch.float32, device=device)
             counts.index_put_((feature.inverse.long(),), ones, accumulate=True)
         return counts
@@ -81,7 +81,7 @@ class _Pull(torch.autograd.Function):
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.uses = uses  # not saved tensors, which the first of several backward passes would free
+        ctx.uses = uses  # not as saved tensors: the first of several backward passes would free them
         ctx.stacks = stacks
         ctx.ops = ops = get_ops(rows[0].device)
         every = [

@@ -96,7 +96,7 @@ class PinnedBuffer:
         with self._lock:
             start = self._used
             self._used += -(-nbytes // _ALIGNED) * _ALIGNED
-        if self._memory is None or start + nbytes > self._memory.numel():  # this is the largest batch so far
+        if self._memory is None or start + nbytes > self._memory.numel():  # no buffer, or the largest batch so far
             return self._slabs.allocate(nbytes).view(dtype).view(shape)
         return self._memory[start : start + nbytes].view(dtype).view(shape)
 
@@ -119,7 +119,7 @@ class Staging:
     def __init__(
         self, device: torch.device, log: OpLog | None = None, *, batches: int = 1, streams: Any = None
     ) -> None:
-        self.device = torch.empty(0, device=device).device  # with its index
+        self.device = torch.empty(0, device=device).device  # the device with its index
         self._copy_down = Primitive("HostToDevice", _to_device, log=log)
         self._copy_up = Primitive("DeviceToHost", _to_host, log=log)
         self.copies = is_accelerator(device) or streams is not None
@@ -135,7 +135,7 @@ class Staging:
             torch.accelerator.set_device_index(self.device)
 
     def send(self, tensors: Sequence[Tensor], memory: PinnedBuffer) -> tuple[list[Tensor], Any]:
-        """Copy tensors to the device; return the copies and an event for `await_sent`. On the CPU, return the tensors.
+        """Copy tensors to the device; return the copies and an event for `await_sent`. On the CPU, nothing is copied.
 
         Args:
             tensors: Tensors in host memory.
@@ -171,14 +171,14 @@ class Staging:
         return self._receive(tensors, memory, self._up) if self.copies else (list(tensors), None)
 
     def pick(self, wanted: Sequence[tuple[Tensor, npt.NDArray[np.int32]]], memory: PinnedBuffer) -> list[Tensor]:
-        """Select rows of tensors on an accelerator, for `receive`: for each tensor, return its rows at positions [L].
+        """Return, for each tensor on an accelerator, its rows at the given positions [L], for `receive` to copy.
 
         The tensors belong to the current stream. Rows are selected in the stream of `receive`, so the step does not
         wait for this.
         """
         self._up.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._up):
-            different = {id(positions): positions for _, positions in wanted}  # shared by a group's tables
+            different = {id(positions): positions for _, positions in wanted}  # a group's tables share positions
             host = [self._stage(torch.from_numpy(positions), memory) for positions in different.values()]
             at = dict(zip(different, self._copy_down(host, self.device), strict=True))
             picked = [tensor.index_select(0, at[id(positions)]) for tensor, positions in wanted]

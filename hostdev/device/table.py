@@ -82,7 +82,7 @@ class DeviceWriting(ColumnCopies):
                 check(plane, self._held[name].cpu().numpy())
 
     def write(self) -> None:
-        """Write the copies to the table; only changed rows if the table's steps also change unused rows."""
+        """Write the copies to the table; if its steps also change unused rows, write only the changed rows."""
         if self._current is not None:
             self._write_changed(self._current)
             return
@@ -303,7 +303,7 @@ class DeviceTable(Owned):
         Raises:
             ValueError: A gradient is not finite, or exceeds `optimizer.largest_gradient`; nothing is written then.
         """
-        most = float(grads.abs().max()) if grads.numel() else 0.0  # NaN if there is one
+        most = float(grads.abs().max()) if grads.numel() else 0.0  # NaN if a gradient is NaN
         if not most <= self.optimizer.largest_gradient:
             raise ValueError(
                 f"table {self.name!r}: the largest gradient is {most}; the table's optimizer needs finite gradients of "

@@ -153,6 +153,6 @@ class Channel(LocalChannel):
 
 
 def _close(group: Any) -> None:
-    if group is not None and dist.is_initialized():  # None would mean all groups
+    if group is not None and dist.is_initialized():  # None would close all groups
         with contextlib.suppress(ValueError):  # raised if all groups are already closed
             dist.destroy_process_group(group)

@@ -1,8 +1,8 @@
-"""All-reduce of the dense parameters' gradients over all micro-batches, in the order of a tree.
+"""All-reduce of the dense parameters' gradients over all micro-batches, by default in the order of a tree.
 
-The gradients are grouped into buckets, and `all_reduce` sums each bucket. A bucket is sent once the last micro-batch's
-backward pass has produced all gradients in the bucket, as in torch.nn.parallel.DistributedDataParallel (Li et al.,
-VLDB 2020).
+The gradients are grouped into buckets, and `all_reduce` sums each bucket. With `reduce_early` of `Runtime.train`, a
+bucket is sent as soon as the last micro-batch's backward pass has computed all its gradients, as in
+torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
 
 `DenseState` is the state of dense layers and their optimizer, in the form in which it is digested and saved.
 """
@@ -59,7 +59,7 @@ def take_grads(tensors: Sequence[Tensor]) -> Grads:
 
 
 def add_lists(left: Grads, right: Grads) -> Grads:
-    """Add `right` to `left` in place; None counts as zero."""
+    """Return the sums of two lists, added to the tensors of `left` in place; None counts as zero."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])

@@ -51,7 +51,7 @@ class Incoming(NamedTuple):
     rows: list[list[Rows]]  # by group and table, float32 [U, D]; rows to be sent late are not yet written
     given: list[Mask] | None = None  # by group, which rows requested from this rank have been sent; None if all
     received: list[Mask] | None = None  # by group, which rows that this rank requested have arrived
-    shared: Sequence[Mask] = ()  # by group, mask of the rows requested for the previous batch: True if now sent late
+    shared: Sequence[Mask] = ()  # by group, mask of the previous batch's rows: True for rows that this batch gets late
 
 
 def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Positions]:
@@ -219,9 +219,9 @@ class Exchange:
         return [np.flatnonzero(mask).astype(np.int32) for mask in received], out
 
     def _exchange_masks(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
-        """Tell each rank which of its requested rows this rank sends early.
+        """Send each rank the masks of the rows that it requested from this rank.
 
-        Returns which of the rows that this rank requested arrive early.
+        Returns the masks of the rows that this rank requested.
         """
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]

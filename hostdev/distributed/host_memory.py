@@ -1,6 +1,6 @@
 """Memory that a channel's ranks share within a host, and the exchange of bytes through it.
 
-The ranks that share a host are found, and connected by sockets.
+Ranks find out which of them share a host, and connect to each other by sockets.
 """
 
 import contextlib
@@ -131,7 +131,7 @@ def _answer(store: Any, key: str, count: int, seconds: float) -> Links:
 
 
 def _read_index(link: socket.socket) -> int:
-    """Return the index that a process sends, or 0 if the process is not a rank of this run."""
+    """Return the index that a process sends; 0 if it sends none, or runs as another user."""
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     if _CREDENTIALS.unpack(credentials)[1] == os.getuid():
         with contextlib.suppress(struct.error, OSError):
@@ -146,9 +146,9 @@ class HostMemory:
         self.array: Bytes = np.empty(0, np.uint8)
 
     def grow(self, size: int) -> int | None:
-        """Replace the memory if it is smaller than `size`; return its file descriptor, or None if the memory is kept.
+        """Replace the memory if it is smaller than `size`; return the new file descriptor, or None if nothing changes.
 
-        The contents are lost. The caller passes the descriptor to the other ranks and closes it.
+        The contents of replaced memory are lost. The caller passes the descriptor to the other ranks and closes it.
         """
         if size <= len(self.array):
             return None
@@ -365,7 +365,7 @@ class HostExchange:
         _send(self._links[index - 1], [places], [] if descriptor is None else [descriptor])
 
     def _receive(self, link: int) -> tuple[Bytes, int | None]:
-        """Return a message and the file descriptor sent with it, or None if there is none.
+        """Return a message, and the file descriptor that was sent with it; the latter is None if there is none.
 
         Raises RuntimeError if no message arrives, or if the message belongs to a different exchange.
         """

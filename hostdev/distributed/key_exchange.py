@@ -77,7 +77,7 @@ class KeyExchange:
         for table, (mine, (_, places, each)) in enumerate(zip(owners, found, strict=True)):
             theirs = np.concatenate(pieces[table :: len(tables)])
             keys, inverse = unique(np.ascontiguousarray(theirs["key"]))
-            uses = np.bincount(inverse, theirs["uses"], len(keys)).astype(np.int32)  # exact: they are below 2^53
+            uses = np.bincount(inverse, theirs["uses"], len(keys)).astype(np.int32)  # exact in float64: below 2^53
             asked.append(AskedKeys(keys, uses, inverse, wanted[:, table].tolist(), mine, places, each.tolist()))
         return asked
 

@@ -89,7 +89,7 @@ class Ranks(World):
         self.store = _meet(env, meeting, alike)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface(env))
         self.monitor = Monitor(env, make_key_prefix(env), self.calls, on_fault)
-        # Flags that this rank contributes to each step, and their maximum over all ranks since the last step.
+        # Flags that this rank contributes to each step, and each flag's maximum over all ranks in the last step.
         self.contributed = [0] * FLAGS
         self.reduced = [0] * FLAGS
         self._within = timedelta(seconds=timeout)
@@ -107,7 +107,7 @@ class Ranks(World):
             )
             self.control = self.channel()  # for the main thread
             self.control.barrier()
-        except UserError:  # on all ranks
+        except UserError:  # raised on all ranks
             self.monitor.stop()
             raise
         except (RuntimeError, PeerLostError) as error:
@@ -137,7 +137,7 @@ class Ranks(World):
         return self.reduced[flag]
 
     def request(self, flag: int, wanted: bool) -> bool:
-        """Request something of all ranks if rank 0 wants it; return whether it requested it in the last step."""
+        """Request something of all ranks if rank 0 wants it; return whether rank 0 requested it in the last step."""
         requested = bool(self.reduced[flag])
         self.contributed[flag] = int(wanted and not requested and self.rank == 0)
         return requested

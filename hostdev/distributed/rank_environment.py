@@ -1,6 +1,6 @@
 """The rank environment: this process's rank and the rendezvous address, from the variables that launchers set.
 
-`start_processes` starts a command in one process per rank of this host; `wait_for` ends them together.
+`start_processes` starts a command in several processes of this host, one per rank; `wait_for` waits until they end.
 """
 
 import contextlib
@@ -141,7 +141,8 @@ def _read_launcher(
     mine, all_ranks = _number(env, rank, launcher), _number(env, ranks, launcher)
     if mine >= all_ranks:
         raise UserError(f"{rank} is {mine}, but it must be below {ranks} ({all_ranks}): ranks are numbered from 0")
-    # A shell loop that starts processes may omit the number of ranks on this host; then all ranks are on this host.
+    # A shell loop may omit the local rank, or the number of ranks on this host. Without this number, all ranks count as
+    # ranks of this host if the local rank equals the rank.
     mine_here = _number(env, local_rank, launcher) if local_rank in env else mine
     here = _number(env, local_ranks, launcher) if local_ranks in env else None
     if here is None:

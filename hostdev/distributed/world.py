@@ -95,7 +95,7 @@ class Layout(NamedTuple):
 
 
 def parse_layout(schedule: str | None, stage_cut: str | None, plan: str | None) -> Layout:
-    """Return the layout of the values of `--schedule`, `--stage-cut` and `--plan`; raise UserError for a wrong plan."""
+    """Return the layout that `--schedule`, `--stage-cut` and `--plan` describe; raise UserError for a wrong plan."""
     begins = None if stage_cut is None else stage_cut.split(",")
     return Layout(schedule or SCHEDULES[0], begins, parse_plan(plan) if plan else ())
 
@@ -174,7 +174,7 @@ class World:
 
     Attributes:
         micro_batches: Default number of micro-batches in a step of this rank; None for steps without micro-batches.
-        label: The rank for files that name it; None for the only process.
+        label: The rank, as logs and files name it; None for a single process.
     """
 
     rank, size = 0, 1
@@ -229,11 +229,11 @@ class World:
         """Count that a loop is left early; all ranks must leave it together."""
 
     def contribute(self, flag: int, value: int) -> int:
-        """Give a flag's value to the next step; return the flag's maximum over all ranks in the last step."""
+        """Return `value`; see `Ranks.contribute` for several processes."""
         return value
 
     def request(self, flag: int, wanted: bool) -> bool:
-        """Request something of all ranks if it is wanted; return whether a rank requested it in the last step."""
+        """Return `wanted`; see `Ranks.request` for several processes."""
         return wanted
 
     def find_together(self, find: Callable[[], T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> T:

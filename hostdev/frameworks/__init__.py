@@ -1,4 +1,4 @@
-"""Other frameworks: what their programs use with hostdev."""
+"""Plugins for other frameworks."""
 
 from hostdev.frameworks import lightning
 

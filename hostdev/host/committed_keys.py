@@ -1,4 +1,4 @@
-"""The keys of a table by key at one moment, in the order of their hashes, as in all results.
+"""The keys of a table by key at one moment; results have them in the order of their hashes.
 
 A `KeySnapshot` copies rows on write, for checkpoints that are written during training. Its positions 0 .. P - 1 stand
 for the P out-of-vocabulary rows, in the order of their names. The following positions stand for the rows of the
@@ -71,7 +71,7 @@ class CommittedKeys:
 
     @property
     def uses(self) -> Uses:
-        """The uses of each key, those before it had a row included, uint32 [K]."""
+        """How often each key was used, after decay, uint32 [K]; see `uses` of `core.key_rules.KeyUse`."""
         return split(self.packed)[1][self.rows]
 
     @cached_property
@@ -107,7 +107,8 @@ class KeySnapshot(Snapshot):
         budget: As for `Snapshot`.
         unknown: The out-of-vocabulary rows by name, in the order of the names.
         found: The table's keys.
-        changed: One bit per row: the snapshot has those of these rows that have a key; None for all rows with a key.
+        changed: The changed rows, one bit per row, or None for all rows. The snapshot has those of them that have a
+            key, and the out-of-vocabulary rows.
         gone: int64 [G], keys that have lost their rows since the last snapshot.
     """
 

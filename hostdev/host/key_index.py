@@ -110,7 +110,7 @@ class KeyIndex(FreeRows):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the directory, the waiting keys, and what is kept for each row."""
+        """Bytes of the directory, the waiting keys, the sketch, and the keys, last steps and uses of rows."""
         sketch = 0 if self._sketch is None else self._sketch.nbytes
         return self.directory.nbytes + self._waiting.nbytes + sketch + 16 * self.rows
 
@@ -153,12 +153,12 @@ class KeyIndex(FreeRows):
         Args:
             keys: int64 [U], distinct.
             uses: int32 [U], how often the step uses each key.
-            norms: Returns the norms of rows, float64, after all earlier steps; None if these are not finished.
+            norms: Returns the squared norms of rows, float64, after all earlier steps; None if these are not finished.
             total: Returns sums over the ranks, all of which plan this step; None for the whole table.
 
         Raises:
-            UserError: The table has no memory for the new keys; nothing has changed. Raised on all ranks, like
-                PlannedAheadError.
+            UserError: The new keys exceed the capacity or the available memory; nothing has changed. Raised on all
+                ranks, like PlannedAheadError.
             PlannedAheadError: Earlier steps must be finished first; nothing has changed.
         """
         step = self.step + len(self._undo) + 1
@@ -179,7 +179,7 @@ class KeyIndex(FreeRows):
             counted = counted if total is None else total(counted)
             live, waiting, new, evicted, without_rows, without_memory = counted.tolist()
             evicts = self.evict is not None and self.evict.keep is not None
-            if live + new > self.capacity and (new or evicts):  # keys written without a step may be too many
+            if live + new > self.capacity and (new or evicts):  # keys of `write_rows` alone may exceed it
                 if not evicts:
                     raise self._full(live, new)
                 if decays := self.evict is not None and self.evict.decay < 1:  # this step's uses do not decay
@@ -189,7 +189,8 @@ class KeyIndex(FreeRows):
                     undo.before = use(rows, uses, step, self._packed)
                 live, evicted = live - more, evicted + more
             if without_rows:
-                raise PlannedAheadError if norms is None else self._full(live, new)  # no earlier step holds rows then
+                # Without `norms`, earlier steps are unfinished and may hold rows that will be free.
+                raise PlannedAheadError if norms is None else self._full(live, new)
             if without_memory:
                 raise why or TableFullError(f"table {self.name!r}", "another rank has no memory for its new keys")
             if len(admitted) or guests:
@@ -297,7 +298,7 @@ class KeyIndex(FreeRows):
         All planned steps must be finished.
 
         Raises:
-            UserError: The table has no memory for the keys; nothing has changed.
+            UserError: The keys exceed the capacity or the available memory; nothing has changed.
         """
         assert not self._undo
         if len(self) + len(keys) > self.capacity:
@@ -323,7 +324,10 @@ class KeyIndex(FreeRows):
         return rows
 
     def _count_guests(self, rows: RowNumbers, admitted: int) -> int:
-        """Return how many rows are for this step alone; `rows` are those of its keys, of which `admitted` get a row."""
+        """Return how many rows a step needs for itself alone.
+
+        `rows` has the row of each of its keys, or EMPTY; `admitted` of the keys with EMPTY get a row in this step.
+        """
         if self._unknown == INITIAL:
             return int(np.count_nonzero(rows == EMPTY)) - admitted
         return int(self._unknown == ZEROS and self._is_first)
@@ -384,9 +388,10 @@ class KeyIndex(FreeRows):
         *,
         most: int | None = None,
     ) -> int:
-        """Evict keys, but not those of the rows `kept`; return their number, over all ranks if `most` is given.
+        """Evict keys, and return their number: for a rule with `keep`, over all ranks.
 
-        If `most` is given, at most `most` keys remain on all ranks, and UserError is raised if that is not possible.
+        Such a rule never evicts the keys of the rows `kept`. If `most` is given, at most `most` keys remain over all
+        ranks, and UserError is raised if that is not possible.
         """
         live, evict = self.live_rows(), self.evict
         assert evict is not None

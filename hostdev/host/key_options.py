@@ -16,13 +16,13 @@ from hostdev.kernels.key_directory import MOST_ROWS
 
 KEY_BYTES = 45  # bytes of a key besides its row: its entry in the directory, its last step, its uses, and itself
 _LEAST_CAPACITY = 1 << 20
-_ADDRESSES_OF = 2  # a capacity that an error advises takes at most 1 / 2 of the addresses that are left
+_ADDRESSES_OF = 2  # errors advise a capacity that takes at most 1 / 2 of the addresses left
 MOST_KEYS = MOST_ROWS // 2  # largest number of keys with a row
-LEAST_SPARE, MOST_SPARE = 1 << 16, 1 << 24  # rows that keep an evicted key's values until its step is finished
+LEAST_SPARE, MOST_SPARE = 1 << 16, 1 << 24  # limits of the rows beyond the capacity, which evicted keys keep at first
 
 
 class KeyRules(NamedTuple):
-    """The arguments of `HostTable` that only a table by key has; see there."""
+    """The arguments that only a table by key has; see `HostTable`."""
 
     capacity: int | str | None = None
     admit: Any = None
@@ -58,7 +58,7 @@ def require_policies(name: str, rules: KeyRules) -> None:
 def require_answer(rule: Any, method: str, answer: Any, n: int, *dtypes: Any) -> npt.NDArray[Any]:
     """Return a rule's answer about n keys; raise TypeError unless it is an array [n] of one of these dtypes.
 
-    Scores of float64 must not be negative or NaN, because they are ordered by their bits.
+    Raise ValueError if float64 scores are negative or NaN: scores are ordered by their bits.
     """
     if not (isinstance(answer, np.ndarray) and answer.shape == (n,) and answer.dtype in dtypes):
         shown = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, np.ndarray) else repr(answer)
@@ -79,7 +79,8 @@ def require_initializer(init: Any, dim: int, name: str) -> Initializer:
 def get_capacity(name: str, capacity: int | str | None, row_bytes: int, ranks: int) -> int:
     """Return a table's maximum number of keys for its argument `capacity`.
 
-    `row_bytes` is the memory of a key; each of the ranks has about the same number of keys.
+    The number is that of all ranks together, and each rank is taken to have as much free memory as this one.
+    `row_bytes` is the memory of a key with its row.
     """
     free = available_bytes() * ranks
     if capacity is None:

@@ -21,9 +21,9 @@ Steps = npt.NDArray[np.uint32]
 
 NO_KEYS = np.zeros(0, np.int64)
 NO_ROWS = np.zeros(0, np.int32)
-_CHECKED_ROWS = 1 << 16  # the memory is checked each time that this many rows are used for the first time
+_CHECKED_ROWS = 1 << 16  # free memory is checked for at least this many new rows at a time
 Total = Callable[[Counts], Counts]  # returns the sum of all ranks' arrays of this shape
-_DIGIT = 16  # bits
+_DIGIT = 16  # bits of a digit
 _SCORE_BITS = {4: 32, 8: 64}  # bits of a score, by its bytes
 
 
@@ -35,9 +35,9 @@ class PlannedKeys(NamedTuple):
     """The changes of a table's keys in one step."""
 
     rows: RowNumbers  # int32 [U], the row of each key; EMPTY for a key without a row
-    new: npt.NDArray[np.int64]  # positions of the keys that get a row in this step; its row must be initialized
+    new: npt.NDArray[np.int64]  # positions of the keys that get a row in this step; these rows must be initialized
     evicted: Keys  # keys that lost their rows before this step, in an order that depends on row numbers
-    evicted_rows: RowNumbers  # their rows, which keep their values until the step is committed
+    evicted_rows: RowNumbers  # the rows of `evicted`, which keep their values until the step is committed
     guests: RowNumbers = (
         NO_ROWS  # rows for this step alone, which must be initialized: one per key without a row, or one for all
     )
@@ -50,7 +50,7 @@ class KeyCount(NamedTuple):
     live: int  # keys with a row
     waiting: int  # keys that are counted and wait for a row
     admitted: int  # keys that got a row in this step
-    evicted: int  # keys that lost their row before it
+    evicted: int  # keys that lost their row before this step
 
 
 @dataclass
@@ -59,13 +59,13 @@ class Undo:
 
     step: int
     used: RowNumbers = field(default_factory=lambda: NO_ROWS)  # [U], the rows of the step's keys, or EMPTY
-    before: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # [U], result of `use`
+    before: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # [U], their former states
     new: tuple[Keys, RowNumbers] = (NO_KEYS, NO_ROWS)  # keys that got a row, and their rows
-    evicted: tuple[Keys, RowNumbers, Steps] = (NO_KEYS, NO_ROWS, np.zeros(0, np.uint32))  # and their last steps
+    evicted: tuple[Keys, RowNumbers, Steps] = (NO_KEYS, NO_ROWS, np.zeros(0, np.uint32))  # keys, rows and last steps
     guests: RowNumbers = field(default_factory=lambda: NO_ROWS)  # see `PlannedKeys`
-    waiting: list[tuple[Keys, npt.NDArray[np.int64]]] = field(default_factory=list)  # keys and their former values
-    sketched: tuple[Keys, npt.NDArray[Any]] = (NO_KEYS, NO_ROWS)  # keys, and the uses that were added
-    undecayed: npt.NDArray[np.uint32] | None = None  # all rows' uses, before they decayed
+    waiting: list[tuple[Keys, npt.NDArray[np.int64]]] = field(default_factory=list)  # keys, and their former counts
+    sketched: tuple[Keys, npt.NDArray[Any]] = (NO_KEYS, NO_ROWS)  # keys, and the uses that were added to the sketch
+    undecayed: npt.NDArray[np.uint32] | None = None  # uses of all rows before they decayed; None if they did not
     decays: int = 0  # how often this step let the uses decay
     counts: KeyCount | None = None  # the numbers of keys after the step
 

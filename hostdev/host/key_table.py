@@ -1,6 +1,7 @@
 """A table by key: rows for any 64-bit keys, which get a row when they are admitted and lose it when they are evicted.
 
-It is a table whose ids are keys (`host.table_keys`); checkpoints read and load its columns in the order of the keys.
+It is a table whose ids are keys (`host.table_keys`); checkpoints read and load its columns in the order of the keys'
+hashes.
 
 S and R: number of optimizer state columns with D values per row, and with one value per row.
 """
@@ -47,7 +48,7 @@ from hostdev.kernels.norm import partial_squares
 from hostdev.kernels.unique import count_occurrences, unique
 
 _INDEX_ADDRESSES = 16  # bytes of addresses for each row: its key, last step and uses
-_LOCATION_BYTES = 8  # bytes, at most, for each key of a table on disk, that say where its row is
+_LOCATION_BYTES = 8  # for a table on disk: upper limit of the bytes per key that record where its row is
 
 
 class KeyTable(HostTable, by_key=True):
@@ -76,7 +77,7 @@ class KeyTable(HostTable, by_key=True):
             "zeros"; or "initial", each its own initial values, which are not trained before the key has a row.
 
     Raises:
-        UserError: `capacity` exceeds the available memory.
+        UserError: `capacity` exceeds the available memory, or `part` does not exist.
         TypeError, ValueError: An argument is wrong, or two contradict each other.
     """
 
@@ -100,7 +101,7 @@ class KeyTable(HostTable, by_key=True):
         self.start, self.row_bytes = 0, KEY_BYTES + (_LOCATION_BYTES if self.disk else shape.nbytes(1))
         self.capacity = get_capacity(self.name, capacity, self.row_bytes, self.capabilities.ranks)
         self.has_default_capacity = capacity is None
-        self._guests: GuestRows | None = None  # rows of keys without a row, while the last read uses them
+        self._guests: GuestRows | None = None  # keeps the temporary rows of the last read
         index, ids, storage = self._reserve(form)
         self.stored = TableRows(form, ids, storage)
         self.stored.noting = threading.Lock()  # rows of new keys are filled in another thread than updates
@@ -119,12 +120,15 @@ class KeyTable(HostTable, by_key=True):
             return index, ids, make_storage(form, index.row_space, ids, self.disk)
 
     def limit(self, capacity: int) -> None:
-        """Lower the capacity to that of other ranks."""
+        """Lower the capacity to at most `capacity`, the least of all ranks."""
         self.capacity = self.key_rows.index.capacity = min(self.capacity, capacity)
 
     @contextmanager
     def _rekeying(self) -> Iterator[None]:
-        """Change keys in a `with` block, while no step of an open loop is planned ahead."""
+        """Undo the steps that open loops have planned ahead, and lock the keys for a `with` block that changes keys.
+
+        Raises ValueError if a loop has a batch without its step.
+        """
         self._before_write()
         for owner in self._owners:
             owner.before_rekey(self)
@@ -150,7 +154,7 @@ class KeyTable(HostTable, by_key=True):
 
     @property
     def keys(self) -> Keys:
-        """The keys that have a row, int64 [K], in the order of their hashes, which depends on nothing else."""
+        """The keys that have a row, int64 [K], in the order of their hashes."""
         self._before_read()
         return self.key_rows.committed().keys
 
@@ -226,7 +230,7 @@ class KeyTable(HostTable, by_key=True):
         with self._rekeying():
             self.erased = zlib.crc32(np.ascontiguousarray(keys).data, self.erased)
             self.key_rows.erase(keys[self.owns(keys)])
-            self.stored.forget_changes()  # earlier checkpoints have the keys, so the next one cannot build on them
+            self.stored.forget_changes()  # earlier checkpoints have the keys, so the next checkpoint must be full
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Overwrite rows and their state, as `HostTable.write_rows` does; keys without a row get one."""
@@ -262,7 +266,7 @@ class KeyTable(HostTable, by_key=True):
         """Take one step on distinct keys with their summed gradients; as `HostTable.update`, but always a whole step.
 
         Raises:
-            UserError, TypeError, ValueError: As for `apply`; or `step` is given, or a key repeats or has no row.
+            UserError, TypeError, ValueError: As for `apply`; or `step` is given, or a key repeats.
         """
         if step is not None:
             raise ValueError(f"table {self.name!r}: a step of a table by key is one call; leave out step")
@@ -321,7 +325,7 @@ class KeyTable(HostTable, by_key=True):
         self.stored.history = history
 
     def __getstate__(self) -> NoReturn:
-        """Raise TypeError: only address space is reserved for most rows."""
+        """Raise TypeError: a copy would take memory for all rows that the table can have, not only for those in use."""
         raise TypeError(f"table {self.name!r} is a table by key, which cannot be copied; save a checkpoint and load it")
 
     def _checked(self, ids: npt.ArrayLike) -> Ids:
@@ -334,7 +338,7 @@ class KeyTable(HostTable, by_key=True):
         if self.unknown == INITIAL:
             distinct: Any
             distinct, inverse = unique(keys)
-            rows, self._guests = self.key_rows.find_or_guest(distinct)  # until the next call
+            rows, self._guests = self.key_rows.find_or_guest(distinct)  # temporary rows, kept until the next call
             return rows[inverse]
         rows = self.key_rows.find_rows(keys)
         if not self.key_rows.is_first and (rows == EMPTY).any():
@@ -367,7 +371,7 @@ class KeyTable(HostTable, by_key=True):
         """Raise TypeError: rows are in no order that has a meaning."""
         raise TypeError(f"table {self.name!r} is a table by key, whose rows have no order; use read_rows(keys, ...)")
 
-    _shown = staticmethod(np.ascontiguousarray)  # results are copies
+    _shown = staticmethod(np.ascontiguousarray)  # columns are copies, which need not be read-only
 
     def _columns(self, *, current: bool = False) -> dict[str, Any]:
         return self._in_order(self.key_rows.committed().rows, current=current)
@@ -410,7 +414,7 @@ class KeyTable(HostTable, by_key=True):
         self._check_values(found.keys, block, row_slots, None)
         with self._rekeying():
             rows, chosen = self.key_rows.place_saved(names, found)
-            self.stored.forget(rows)  # a new key's row may be on disk with another key
+            self.stored.forget(rows)  # a new key's row may be on disk with its former key
             self.stored.write(rows, block[chosen], row_slots[chosen])
 
     def place_rows(self, names: Sequence[str], found: KeyColumns) -> tuple[Positions, Any]:

@@ -1,7 +1,7 @@
 """Layouts of rows in memory: all float32, or with weights or state in fewer bits. See `host.storage` for the shapes.
 
 A column of a table is a view, or an object that computes float32 values when it is read: it widens the stored values,
-or applies the steps that they have missed.
+or applies the steps that the rows have missed.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class ReadOnlyRows(np.ndarray[Any, np.dtype[np.float32]]):
         return getattr(ufunc, method)(*given, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _plain(self).__reduce__()  # readable without this class
+        return _plain(self).__reduce__()  # a pickle can then be loaded without this class
 
     def _require_writeable(self) -> None:
         if not self.flags.writeable:
@@ -176,8 +176,9 @@ class Float32(Storage):
 class Split(Storage):
     """Storage of weights [V, D] and state in separate arrays, each in its format; see `kernels.plane_formats`.
 
-    Weights are float32, or bfloat16 as uint16. The state is float32 or bfloat16, [V, S, D], or 8 bits, uint8 [V, S, P].
-    `kernels.bfloat16` rounds new values; its random numbers depend on a row's id in the whole table.
+    Weights are float32, or bfloat16 as uint16. The state is float32 or bfloat16, [V, S, D], or 8 bits, uint8 [V, S, P],
+    where P is `plane_bytes(D)`. New values are rounded as in `kernels.bfloat16`, with random numbers that depend on a
+    row's id in the whole table.
 
     Args:
         format_: How rows are stored.
@@ -216,7 +217,7 @@ class Split(Storage):
             eight_bits.fill(self.slots, how.slots, dim, self._unsigned)
         elif len(how.slots):
             is_float32, bits = self.slots.dtype == np.float32, how.slots.view(np.uint32)
-            values: Any = how.slots if is_float32 else (bits >> np.uint32(16)).astype(np.uint16)  # exactly as bfloat16
+            values: Any = how.slots if is_float32 else (bits >> np.uint32(16)).astype(np.uint16)  # without rounding
             fill_constant(self.slots, values[0], values[1:])
         _fill_row_slots(how, self.row_slots)
 

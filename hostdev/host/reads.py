@@ -54,12 +54,12 @@ class ReadableTable(Owned):
 
     @property
     def storage(self) -> Storage:
-        """Where the rows' values are."""
+        """The storage of the rows' values."""
         return self.stored.storage
 
     @property
     def history(self) -> NoHistory | History:  # type: ignore[override]
-        """The steps so far, if they also change unused rows; see `kernels.catch_up`."""
+        """The steps so far, or a `NoHistory` if steps change only the rows of their batches; see `core.history`."""
         return self.stored.history
 
     @property
@@ -105,7 +105,7 @@ class ReadableTable(Owned):
         """A read-only view of all rows, float32 [V, 1 + S, D]: weights, then state columns.
 
         Raises TypeError if rows are not stored in this form, or if the optimizer changes all rows in each step: stored
-        rows then lack the steps that they have missed.
+        rows then lack the steps that did not use them.
         """
         for capability, reason in _NO_BLOCK.items():
             if getattr(self.capabilities, capability):
@@ -123,9 +123,10 @@ class ReadableTable(Owned):
     def weights(self) -> Rows:
         """A read-only view of the weights, float32 [V, D]; use `writing` or `write_rows` to change them.
 
-        While a loop is open, get a new view for each read: an older view lacks unfinished steps and cached rows. With
-        dtype="bfloat16", or an optimizer that changes all rows in each step, the result is a float32 copy; raises
-        UserError if there is not enough memory for the copy. For a table by key, it is a copy in the order of `keys`.
+        While a loop is open, get a new view for each read: an older view lacks unfinished steps and cached rows. The
+        result is a float32 copy if the table is on disk, has dtype="bfloat16", or has an optimizer that changes all
+        rows in each step; raises UserError if there is not enough memory for the copy. For a table by key, it is a copy
+        in the order of `keys`.
         """
         self._before_read()
         return self._get_columns("weights", ("weights",))["weights"]
@@ -134,9 +135,10 @@ class ReadableTable(Owned):
     def slots(self) -> Mapping[str, Rows]:
         """Read-only views of the optimizer state by name, each float32 [V, D], or [V, 1] for per-row state.
 
-        Get new views for each read, as with `weights`. With slots="bfloat16" or "8bit", or an optimizer that changes
-        all rows in each step, the columns of D values are float32 copies; raises UserError if there is not enough
-        memory for the copies. For a table by key, they are copies in the order of `keys`.
+        Get new views for each read, as with `weights`. With slots="bfloat16" or "8bit", the columns of D values are
+        float32 copies. If the table is on disk, or has an optimizer that changes all rows in each step, all results are
+        copies. For a table by key, all results are copies in the order of `keys`. Raises UserError if there is not
+        enough memory for the copies.
         """
         self._before_read()
         columns = self._get_columns("slots", self.optimizer.slots)
@@ -168,7 +170,7 @@ class ReadableTable(Owned):
         return out
 
     def lookup_now(self, ids: Ids, out: Rows, positions: Positions | None = None) -> None:
-        """Do what `lookup` does, without any check."""
+        """Write what `lookup` returns to `out`, without checks and without notifying open loops."""
         clock = self.history.clock()
         for source, rows, at in self.storage.sources(ids, positions):
             run_tasks(source.lookup_tasks(rows, out, at, clock))

@@ -30,7 +30,7 @@ class Changes:
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._rows = storage, storage.shape[0]
-        self._touched = empty_bits(self._rows)  # since the last snapshot
+        self._touched = empty_bits(self._rows)  # rows written since the last snapshot
         self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
         self.gone: list[Keys] = []  # for a table by key, the keys that have lost their rows since the last snapshot
         self.since: Any = None  # the checkpoint since which changes are tracked; set by the checkpoint manager
@@ -182,7 +182,7 @@ class TableRows:
         `untouched` stays as it is, since the step of the batch that needs the rows may never be taken.
         """
         untouched = self.untouched
-        self.forget(rows)  # they may be on disk with another key
+        self.forget(rows)  # records on disk may have the rows' former keys
         if step is None:
             _, planes, D = self.storage.shape
             for start in range(0, len(rows), _AT_ONCE):

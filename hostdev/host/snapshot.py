@@ -32,7 +32,7 @@ Values = tuple[Any, ...]  # arrays [N, ...] of N rows
 
 AT_ONCE_BYTES = 1 << 22  # bytes copied each time the lock is held, for about half a millisecond
 _SORTED_AT_ONCE = 16  # sets of copied rows that are sorted together
-_BUCKETS = 32  # ranges of a table's rows; a bucket's copies are freed once its rows are read
+_BUCKETS = 32  # number of ranges of a table's rows; the copies of a range are freed once its rows are read
 LOCATION_BITS = 32  # bits of a location that hold the number of the record in its segment
 
 
@@ -91,7 +91,7 @@ class RowCopies:
         return self._storage.taken(rows), self._storage.taken_row_slots(rows)
 
     def select(self, copied: Values, places: AnyIds) -> Values:
-        """Return copies of `copied`, only of the rows at `places` [any] in it."""
+        """Return copies of the rows at `places` [any] in `copied`."""
         return tuple(taken(values, places) for values in copied)
 
     def read(self, rows: AnyIds, start: int, out: Values, left: AnyIds | None, first: int | None) -> None:
@@ -195,7 +195,7 @@ class LocationCopies:
         return found
 
     def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
-        """Call `hold` for each segment in the locations, in the order of their numbers; return its results and them.
+        """Call `hold` for each segment in the locations, in the order of their numbers; return each result and segment.
 
         Raises:
             UserError: A write to the disk has failed.
@@ -359,7 +359,7 @@ class Snapshot:
         self._read(first, last, None, (out,), last - first)
 
     def finish(self, hold: Callable[[SegmentFile], str]) -> list[tuple[str, SegmentFile]]:
-        """Call `hold` for each segment that has rows; see `LocationCopies.finish`."""
+        """Call `hold` for each segment that has rows of the snapshot; see `LocationCopies.finish`."""
         assert isinstance(self.copies, LocationCopies)
         return self.copies.finish(hold)
 

@@ -39,8 +39,8 @@ class RowIds(NamedTuple):
         first: The position of the first of these rows among all `total` rows.
         total: Rows of the table over all ranks.
         is_part: Whether the rows are only one rank's part of the table (`kernels.shards`).
-        keys: For a table by key, the key of each row, int64 [V]. Its memory is only reserved, and rows are filled when
-            they get a key. None for other tables.
+        keys: For a table by key, the key of each row, int64 [V]. Its memory is only reserved, and an entry is written
+            when its row gets a key. None for other tables.
     """
 
     first: int
@@ -131,10 +131,11 @@ def fill_initial(
 
 
 class Storage:
-    """Storage of a table's rows, here in memory. Arguments mean the same as in the corresponding `HostTable` methods.
+    """Base class of the storage of rows, with defaults for memory. Arguments mean the same as in `HostTable` methods.
 
-    Methods that take ids need the rows in memory. On disk, they are in memory if `sources` yields them for reads, while
-    `held` or `holding` keeps them there for writes, or while the pipeline has pinned them.
+    Methods that take ids need the rows of these ids in memory. For a table on disk, `sources` yields storages in memory
+    from which rows can be read. Rows can be written while `held` or `holding` keeps them in memory, or while the
+    pipeline has pinned them.
     """
 
     row_slots: Rows  # per-row state, [V, R]
@@ -157,7 +158,7 @@ class Storage:
 
     @property
     def planes(self) -> list[Any]:
-        """All arrays of rows that are not empty, each [V, ...]."""
+        """The arrays of rows, each [V, ...], that have at least one byte per row."""
         return [values for values in self._stored if values[:1].nbytes]
 
     @property
@@ -192,7 +193,7 @@ class Storage:
     def lookup_tasks(
         self, ids: AnyIds, out: Rows, positions: Positions | None, clock: Clock | None = None
     ) -> list[Task]:
-        """Return tasks that copy weights to out [N, D]; with a clock, the copies include missed steps."""
+        """Return tasks that copy weights to out [N, D]; with a clock, copies include the steps that rows missed."""
         if clock is None:
             return lookup_tasks(self._weights, ids, out, positions)
         return catch_up.look_up_tasks(self._rows_at(0), self.row_slots, ids, clock, out, positions)
@@ -204,16 +205,16 @@ class Storage:
         return catch_up.pack_tasks(self._rows_at(0), self.row_slots, ids, out, positions, planes)
 
     def read_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
-        """Return tasks that copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
+        """Return tasks that copy rows to block [N, 1 + S, D] and row_slots [N, R]; here only those for row_slots."""
         held = self.row_slots
         return lookup_tasks(held[:, None], ids, row_slots, positions) if held.shape[1] else []
 
     def write_tasks(self, ids: AnyIds, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
-        """Return tasks that overwrite rows; `require_exact` must accept all values."""
+        """Return tasks that overwrite rows with values that `require_exact` accepts; here only those for row_slots."""
         return store_tasks(self.row_slots, ids, row_slots, positions) if self.row_slots.shape[1] else []
 
     def require_exact(self, plane: int, values: Rows) -> None:
-        """Raise ValueError unless values [N, D] of a plane (0 for the weights) can be stored without rounding."""
+        """Raise ValueError unless values [N, D] of a plane (0: weights) can be stored exactly, as all can here."""
 
     def update_tasks(self, ids: AnyIds, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """Return tasks that take an optimizer step on unique rows."""
@@ -244,7 +245,7 @@ class Storage:
     def sources(
         self, ids: AnyIds, positions: Positions | None = None
     ) -> "Iterator[tuple[Storage, AnyIds, Positions | None]]":
-        """Yield, for each part of the ids: a storage with its rows in memory, their numbers there, `positions`."""
+        """Yield for each part of the ids: a storage with its rows in memory, their numbers in it, and `positions`."""
         yield self, ids, positions
 
     def held(
@@ -252,7 +253,7 @@ class Storage:
     ) -> Iterator[tuple[AnyIds, Positions | None]]:
         """Yield distinct ids, with `positions`, part by part; a part's rows are in memory until the next part.
 
-        Unless `read` is True, rows may have no values, so the caller must write all of them.
+        Unless `read` is True, the rows' values are undefined, so the caller must write all of them.
         """
         yield ids, positions
 
@@ -260,16 +261,16 @@ class Storage:
         """Return a context in which the rows of all ids, which may repeat, are in memory."""
         return nullcontext()
 
-    # Any, below: the table's `host.writes.Changes`, if it tracks changes
+    # Any, in the methods below: the table's `host.rows.Changes`, or None if it does not track changes
 
     def forget(self, ids: AnyIds, changes: Any) -> None:
-        """Free the memory and the disk space of rows that are no longer used."""
+        """Free the memory and the disk space of unused rows of a table on disk; without effect on other tables."""
 
     def taint(self, changes: Any = None) -> None:
-        """Record that checkpoints must not hold the records stored now, since some are of erased rows."""
+        """Record that checkpoints must not hold the records that are on disk now, since some are of erased rows."""
 
     def close(self, changes: Any = None) -> None:
-        """Remove files of rows, which are then lost; without effect on rows in memory."""
+        """Remove the files of a table on disk, whose rows are then lost; without effect on other tables."""
 
 
 def taken(values: Rows, ids: AnyIds) -> Rows:

@@ -177,8 +177,8 @@ class HostTable(WritableTable):
             grads: float32 [N, D].
 
         Raises:
-            UserError: An id is outside the table, or this is one of several processes, and the table is not shared
-                between them (see `hostdev.alone`).
+            UserError: An id is outside the table, or this is one of several processes, and the table is not divided
+                among them by `part` (see `hostdev.alone`).
             TypeError, ValueError: A dtype or shape is wrong, or a gradient or an id's sum of gradients is not finite or
                 above `optimizer.largest_gradient`. In these cases, nothing is written.
         """
@@ -225,7 +225,7 @@ class HostTable(WritableTable):
         self._after_write(ids)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        """Return the state for a copy of the table, as `Owned` does; the copy does not track changes."""
+        """Return the state for a copy, which does not track changes; raise TypeError for a table on disk."""
         if self.capabilities.on_disk:
             raise TypeError(f"table {self.name!r} is on disk and cannot be copied; save a checkpoint and load it")
         stored = copy(self.stored)

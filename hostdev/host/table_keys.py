@@ -1,7 +1,7 @@
 """The keys of a table by key: which row each has, and how the steps that the pipeline plans ahead change this.
 
-`KeyIndex` decides; this class also gives new rows their values, and keeps the rows that keys without a row read. Row
-numbers are private.
+`KeyIndex` decides which keys have a row. `TableKeys` also gives new rows their values, and provides the values that
+keys without a row read. Row numbers are private.
 """
 
 import threading
@@ -34,8 +34,8 @@ class TableKeys:
 
     Attributes:
         lock: Held while the index is read or changed.
-        counts: The numbers of keys after each finished step, if a list is given.
-        reports: Evictions, for `HostTable.on_evict`.
+        counts: A list to which each finished step appends its numbers of keys; None to record none.
+        reports: Evictions, for `KeyTable.on_evict`.
     """
 
     def __init__(self, rows: TableRows, index: KeyIndex, unknown: str, part: tuple[int, int] | None) -> None:
@@ -170,7 +170,7 @@ class TableKeys:
             self.index.release(rows)
 
     def retire(self, rows: Positions) -> None:
-        """Make rows free that a step has evicted; the caller no longer uses them. Before, add them to `reports`."""
+        """Add a step's evictions to `reports`, and make the evicted rows free; the caller no longer uses them."""
         if self.reports:
             self.reports.add(self.index.keys[rows], lambda at: np.ascontiguousarray(self._rows.read(rows[at])[0][:, 0]))
         self.release(rows)
@@ -180,7 +180,7 @@ class TableKeys:
         rows = self.index.erase(keys)
         self._rows.fill_unused(rows, None)
         self._rows.forget(rows)
-        if len(keys):  # even if no key has a row now: records of its former row may be on disk
+        if len(keys):  # even if none has a row now: records of a key's former row may be on disk
             self._rows.storage.taint()
         self.index.keys[rows] = 0
         self.index.release(rows)
@@ -206,7 +206,7 @@ class TableKeys:
         return np.concatenate([np.array(own, np.int32), rows]), slice(None) if mine.all() else mine
 
     def begin_snapshot(self, budget: Budget, *, everything: bool, copies: Copies | None) -> KeySnapshot:
-        """See `HostTable.begin_snapshot`. Meanwhile, planned steps may fill rows, but no step may be taken."""
+        """See `HostTable.begin_snapshot`. During the call, planned steps may fill rows, but no step may be taken."""
         changes = self._rows.note_changes()
         with self.lock, self._rows.noting:
             found = self.index.committed()

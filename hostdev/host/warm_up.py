@@ -141,13 +141,13 @@ def warm_up_keys() -> None:
     parts_of(many)
 
 
-_ROWS, _WIDTH, _FRAMES = 4096, 1024, 512  # two chunks of rows, of which some must leave the memory
+_ROWS, _WIDTH, _FRAMES = 4096, 1024, 512  # rows, bytes of a row, and frames: most rows must leave the memory
 
 
 def warm_up_disk(id_dtype: npt.DTypeLike) -> None:
     """Call each kernel of tables on disk once with row numbers of this dtype, on a small table in a temporary folder.
 
-    If there is no space for it, kernels compile when they are needed.
+    If the table cannot be made, for lack of space, kernels compile when they are needed.
     """
     with contextlib.suppress(UserError, OSError), tempfile.TemporaryDirectory(prefix="hostdev-warm-up-") as folder:
         _use_tier(Path(folder), id_dtype)

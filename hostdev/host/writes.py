@@ -93,7 +93,7 @@ class Writing(ColumnCopies):
 class WritableTable(ReadableTable):
     """The methods of `HostTable` that write rows, and that record which rows were written."""
 
-    may_train: bool  # if False, `_require_alone` decides
+    may_train: bool  # if False, `_require_alone` checks that no other process trains a copy
 
     @contextmanager
     def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:
@@ -106,7 +106,8 @@ class WritableTable(ReadableTable):
                 w.slots["m"][:] = 0
 
         `w.weights` is float32 [V, D], and `w.slots[name]` is [V, D], or [V, 1] for per-row state; with `ids`, the first
-        dimension is N instead of V. Each copy is made when it is first used. After any error, the table is unchanged.
+        dimension is N instead of V. Each copy is made when it is first used. If the block or a check of its
+        values raises an error, the table is unchanged.
 
         Args:
             ids: int32 or int64 [N], each in [0, V), all different, or None for all rows.
@@ -208,7 +209,7 @@ class WritableTable(ReadableTable):
         self.storage.close(self.stored.changes)
 
     def begin_snapshot(self, budget: Budget, *, everything: bool, copies: Copies | None = None) -> Snapshot:
-        """Begin a snapshot of all rows, or of those written since the last saved one; see `Changes.begin`.
+        """Begin a snapshot of all rows, or of those written since the last saved one; see `host.rows.Changes`.
 
         `copies` is a `LocationCopies` to copy the locations of rows on disk; None to copy values.
         """

@@ -98,7 +98,7 @@ def mean_square(grad, lanes, columns):
 
 @kernel
 def row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, columns, clock):
-    """Update rows with row-wise Adagrad; `columns` is their number as float32."""
+    """Update rows with row-wise Adagrad; `columns` is D, the number of columns, as float32."""
     block, grads = bare_rows(block), bare(grads)
     lanes, scratch = np.empty(LANES, np.float32), make_scratch(block)
     if clock is not None:

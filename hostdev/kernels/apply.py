@@ -45,7 +45,7 @@ _CLIPPED_BYTES = 1 << 18  # bytes of the rows that a thread clips and updates at
 
 @kernel
 def _ftrl(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent, clock):
-    """Update rows; `exponent` is -lr_power, or None for 0.5, the usual value: a square root is rounded correctly.
+    """Update rows with FTRL; `exponent` is -lr_power, or None for 0.5, whose power is a correctly rounded square root.
 
     Other powers are computed in float64 and rounded to float32 once, since float32 powers differ between math
     libraries.
@@ -106,7 +106,7 @@ def _lazy_adam(
             load_slot(block, row, 0, scratch),
             load_slot(block, row, 1, scratch),
         )
-        if clock is not None:  # the same as `catch_up`, without calls
+        if clock is not None:  # what `catch_up.catch_up` does, written out because calls are slow here
             held = row_slots[row, last_column]
             last = np.int64(held) if held >= np.float32(0) and held < np.float32(now) else now
             row_slots[row, last_column] = np.float32(now + 1)
@@ -196,7 +196,7 @@ _KERNELS: dict[str, Kernel] = {
 
 
 def _find_kernel(primitive: str, scalars: tuple[Any, ...], clock: Clock | None) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return an optimizer's kernel, and its arguments after those of the table."""
+    """Return an optimizer's kernel, and the kernel's arguments from the scalars on."""
     if primitive == "FusedSparseFtrl" and scalars[-1] == 0.5:
         scalars = (*scalars[:-1], None)
     return _KERNELS[primitive], (*scalars, clock)

@@ -36,15 +36,15 @@ _layout = ""
 
 Array: TypeAlias = npt.NDArray[Any]
 Ids: TypeAlias = npt.NDArray[np.int32 | np.int64]  # [N]
-AnyIds: TypeAlias = npt.NDArray[Any]  # [N], int32 or int64, where the type does not say which
+AnyIds: TypeAlias = npt.NDArray[Any]  # [N], int32 or int64; the type does not check this
 LongIds: TypeAlias = npt.NDArray[np.int64]  # [N]
 Keys: TypeAlias = npt.NDArray[np.int64]  # [N]
 RowNumbers: TypeAlias = npt.NDArray[np.int32]  # [N]
 Positions: TypeAlias = npt.NDArray[np.int32]  # [N], indices of another array
 Counts: TypeAlias = npt.NDArray[np.int64]  # [N]
-Lengths: TypeAlias = npt.NDArray[np.int32]  # [N], numbers of values of each row
+Lengths: TypeAlias = npt.NDArray[np.int32]  # [N], the number of values of each row
 Rows: TypeAlias = npt.NDArray[np.float32]  # [N, D]
-Values: TypeAlias = npt.NDArray[np.float32]  # [N], or [N, values of each]
+Values: TypeAlias = npt.NDArray[np.float32]  # [N], or [N, values per item]
 Numbers: TypeAlias = npt.NDArray[np.float64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Scalars: TypeAlias = tuple[np.float32 | float, ...]
@@ -89,7 +89,7 @@ def reserved(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
 
 
 def reserve(size: int, *, huge: bool) -> tuple[mmap.mmap, Any]:
-    """Return the memory of `reserved`, and an array of its bytes, uint8 [size], at the beginning of a huge page."""
+    """Return memory as `reserved` takes it, and its bytes, uint8 [size], from a multiple of 2 MiB on if `huge`."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     alignment = HUGE_PAGE if huge else 0
     try:
@@ -105,9 +105,9 @@ def reserve(size: int, *, huge: bool) -> tuple[mmap.mmap, Any]:
 
 
 def give_back(values: Any) -> None:
-    """Give the memory of whole pages in C-contiguous values, part of a `reserved` array, back to the system.
+    """Give the whole pages within C-contiguous values, part of a `reserved` array, back to the system.
 
-    The values are undefined afterwards. This has no effect on other arrays.
+    The values are undefined afterwards. Arrays in other memory are left unchanged.
     """
     base = values
     while isinstance(base, np.ndarray) and base.base is not None:
@@ -122,7 +122,7 @@ def give_back(values: Any) -> None:
 
 
 def copied(values: npt.NDArray[Any]) -> Any:
-    """Return a copy whose memory the system gets back as soon as it is freed; the allocator would keep it."""
+    """Return a copy in memory that the system gets back once the copy is freed; numpy's allocator could keep it."""
     found = reserved(values.shape, values.dtype)
     found[...] = values
     return found
@@ -188,7 +188,7 @@ def nodes() -> list[int]:
 
 
 def bind(array: npt.NDArray[Any], found: list[int]) -> str:
-    """Interleave the pages that lie wholly in an array over the nodes `found`; return why that failed, or ""."""
+    """Interleave over the nodes `found` the pages that lie wholly in an array; return why that failed, or ""."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
         return f"mbind's system-call number is not known on {platform.machine()}"

@@ -1,6 +1,6 @@
 """bfloat16: conversions in kernels, formats of stored rows, and rounding, which is stochastic or to the nearest value.
 
-An array's dtype, float32 or bfloat16 (as uint16), selects the conversion. A table stores the planes of a row in one of
+An array's dtype, float32 or bfloat16 (as uint16), selects the conversion. A table stores each plane of a row in one of
 the formats; a plane is the row's weights, or one slot of D values. 8-bit formats are rounded in the same way.
 
 A new value between two bfloat16 numbers is rounded up or down, with probabilities that preserve the mean. So updates

@@ -15,7 +15,7 @@ from hostdev.kernels.pool import get_grain, parallel_for
 
 Bits = npt.NDArray[np.uint64]  # [ceil(V / 64)]; row r is bit r % 64 of word r // 64
 
-_AHEAD = 8  # rows
+_AHEAD = 8  # prefetch distance in rows
 
 
 def empty_bits(rows: int) -> Bits:
@@ -32,7 +32,7 @@ def full_bits(rows: int) -> Bits:
 
 
 def bits_of(rows: npt.NDArray[np.bool_]) -> Bits:
-    """Return the set of the rows of a table [V] for which `rows` is true."""
+    """Return the set of the rows r for which rows[r], bool [V], is true."""
     packed = np.packbits(rows, bitorder="little")
     found = np.zeros(-(-len(rows) // 64) * 8, np.uint8)
     found[: len(packed)] = packed

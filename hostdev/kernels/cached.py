@@ -4,8 +4,8 @@ numba does not check its cache files: a damaged index raises an error in every p
 damaged code would run. With this module, a kernel whose file has a wrong checksum is compiled again. A kernel that
 cannot be written to disk is compiled in every process.
 
-numba's cache checks only the kernel's own file, so it would run old code after a function in another file has changed:
-a kernel's hash covers its own file and the files of all functions that are compiled into it.
+numba's cache checks only the kernel's own file, so it would run old code after a function in another file has changed.
+The hash therefore covers the kernel's own file and the files of all functions that are compiled into it.
 """
 
 import io
@@ -108,7 +108,7 @@ def _as_function(value: Any) -> FunctionType | None:
 def _hash_file(file: str) -> bytes:
     try:
         return sha256(Path(file).read_bytes()).digest()
-    except OSError:  # in an archive: numba caches nothing there
+    except OSError:  # the file is in an archive, for which numba caches nothing
         return b""
 
 
@@ -117,7 +117,7 @@ try:
     from numba.core.caching import IndexDataCacheFile
 
     _Base = IndexDataCacheFile
-except ImportError:  # an unsupported version of numba
+except ImportError:  # this version of numba lacks the class; caches are not checked
     pass
 
 _reported: set[str] = set()
@@ -169,7 +169,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
             content = _checked(Path(self._index_path).read_bytes())
             version, rest = _unpickled(content)
             stamp, overloads = pickle.loads(rest) if version == self._version else (None, {})
-        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: a pickled type no longer exists
+        except (OSError, _WrongError, AttributeError, ImportError):  # the last two mean that a pickled type is gone
             return {}
         return overloads if stamp == self._get_stamp() else {}
 

@@ -46,7 +46,7 @@ def estimate(registers: Registers) -> float:
     found = 0.7213 / (1 + 1.079 / _SIZE) * _SIZE**2 / float(np.sum(2.0 ** -registers.astype(np.float64)))
     empty = int(np.count_nonzero(registers == 0))
     if found <= 2.5 * _SIZE and empty:
-        return float(_SIZE * np.log(_SIZE / empty))  # linear counting
+        return float(_SIZE * np.log(_SIZE / empty))  # linear counting, which is more accurate for few keys
     return found
 
 

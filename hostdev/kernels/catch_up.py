@@ -61,7 +61,7 @@ def record(rates, decays, epsilons, first, powers, product, sums, inverse, basis
         inverse: float64 [more than T]; for each recorded step T, inverse[T] becomes 1 / product.
         basis: float64 [P, P]: the coefficients M_p are basis^T @ sums.
         frozen: float32 [more than T, P + 1]. The last column holds e(L) for L < T; for each recorded step T >= N, the
-            others of frozen[T - N] become M_p(T - N, T).
+            other columns of frozen[T - N] become M_p(T - N, T).
 
     Returns:
         The number of steps that were recorded.
@@ -99,7 +99,7 @@ def record(rates, decays, epsilons, first, powers, product, sums, inverse, basis
 
 @kernel
 def _in_powers(sums, basis, out):
-    """Write basis^T @ sums, float64 [P, P] and [P, n], transposed to the first P columns of out, float32 [n, P + 1]."""
+    """Write (basis^T @ sums)^T, of float64 [P, P] and [P, n], to the first P columns of out, float32 [n, P + 1]."""
     row = np.empty(sums.shape[1])
     for p in range(len(basis)):
         row[:] = 0.0

@@ -24,7 +24,7 @@ from hostdev.kernels.unique import renumber
 
 MOST_UNFINISHED = 100  # batches; also the interval at which older tags are cleared
 _TAGS = 255
-_AHEAD = 64  # rows
+_AHEAD = 64  # prefetch distance in rows
 _GRAIN = 1 << 14
 _FILTER_BITS = 16
 _FILTER_SHIFT = 64 - _FILTER_BITS
@@ -153,7 +153,7 @@ def intersect(ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: Claims, n
         claims: The claims on the table's rows; batch `number` must be the last batch that claimed rows.
         number: The number of the later of the two batches.
     """
-    maybe = np.zeros(1 << _FILTER_BITS, np.bool_)  # fits the cache, and saves most reads of the tags
+    maybe = np.zeros(1 << _FILTER_BITS, np.bool_)  # a filter that fits the cache and saves most reads of tags
     out = np.empty(len(ids), np.int32)
     return out[: _intersect(ids, others, maybe, claims.tags, np.uint8(_tag(number)), out)]
 

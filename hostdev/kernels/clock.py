@@ -6,8 +6,8 @@ import numpy as np
 
 from hostdev.kernels.arrays import Numbers, Rows
 
-FEW_TERMS, MOST_TERMS = 4, 10  # terms of Adam's series
-LEAST = 2.0**-200  # the least product; if it becomes smaller, `History` scales the product and the inverses
+FEW_TERMS, MOST_TERMS = 4, 10  # the two possible numbers of terms of the series in `catch_up`
+LEAST = 2.0**-200  # when `Clock.product` becomes smaller, `core.history.History` scales it and the inverses
 
 
 class Clock(NamedTuple):
@@ -21,7 +21,7 @@ class Clock(NamedTuple):
             decay.
         frozen: float32 [any, P + 1]: M_p(L, T), then e(L), for L < T - N; these sums no longer depend on T.
         powers: float32 [any, 2]: beta1^k and beta2^k for k = 0, 1, ...; for larger k, both count as 0.
-        shift: 1 or 0.
+        shift: 1 if x is (s - e) / (s + e), 0 if it is s / (s + e).
     """
 
     now: np.int64

@@ -1,6 +1,6 @@
 """Columns of numbers: writing them to a row-major array, hashing keys to ids, and narrowing float64 to float32.
 
-Also the gathering of rows and lists from chunked arrays, such as a file's record batches.
+The module also gathers rows and lists from chunked arrays, such as a file's record batches.
 
 A "place" is an int64 that locates a row: the low 40 bits are the row's number within its chunk, and the other bits are
 the chunk's number.
@@ -18,11 +18,11 @@ from hostdev.kernels.counter import hashed
 from hostdev.kernels.jit import array_at, inline, kernel, prefetch_to_read
 from hostdev.kernels.pool import Task, get_grain, parallel_for, tasks_over
 
-_TILE = 64  # rows
+_TILE = 64  # rows that are hashed at a time
 Places = npt.NDArray[np.int64]
 Addresses = npt.NDArray[np.int64]
 _ROW_BITS = 40  # low bits of a place, which hold the row
-_AHEAD = 8  # rows
+_AHEAD = 8  # prefetch distance in rows
 _GRAIN = 4096  # places per range
 
 
@@ -34,7 +34,7 @@ def _place(codes, values, rows, column):
 
 
 def place_column(codes: npt.NDArray[Any], values: npt.NDArray[Any], rows: npt.NDArray[Any], column: int) -> None:
-    """Write values[codes], of codes [n], to rows[:, column]; `rows` is [n, C]."""
+    """Write values[codes] to rows[:, column]; `codes` is [n], and `rows` is [n, C]."""
     _place(codes, values, rows, column)
 
 
@@ -69,12 +69,12 @@ def _hash(keys, of_column, buckets, first, ids):
 
 @kernel
 def _hash_rows(keys, order, of_columns, buckets, first, missing, ids, lacking):
-    """Hash the keys of rows in an order, a few rows at a time, so that these stay in the L1 cache.
+    """Hash the keys of rows in the given order, a few rows at a time, so that these rows stay in the L1 cache.
 
     Args:
         keys: int64 [C, N].
-        order: int64 [N], the rows in order.
-        of_columns: uint64 [C], keys of the hash.
+        order: int64 [N], row numbers in the order of the ids.
+        of_columns: uint64 [C], the key of each column's hash.
         buckets: Number of buckets.
         first: The id of bucket 0.
         missing: int64 [C], each column's key of a missing value.
@@ -109,12 +109,12 @@ def hash_rows(
     missing: npt.NDArray[np.int64],
     dtype: str,
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    """Return the ids of rows in an order, [N, C], as `hash_keys` does, and which of their values are missing, [C, N].
+    """Return ids [N, C] of rows in the given order, computed as in `hash_keys`, and which values are missing, [C, N].
 
     Args:
         keys: int64 [N, C]; fastest if the keys of a column are contiguous.
-        order: int64 [N], row numbers.
-        of_columns: uint64 [C].
+        order: int64 [N], row numbers in the order of the ids.
+        of_columns: uint64 [C], the key of each column's hash.
         buckets: Number of buckets.
         first: The id of bucket 0.
         missing: int64 [C], each column's key of a missing value.

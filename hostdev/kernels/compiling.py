@@ -37,8 +37,8 @@ def run_calls(calls: Sequence[Call], processes: int) -> int:
 
     Once a call in this process has compiled a kernel, helper processes take some of the remaining calls, and compile
     the kernels of these calls. This process runs these calls, too, once the helpers have ended; it then loads the
-    kernels from the cache. In the end, this process has run all calls, has all kernels, and has raised any error of a
-    call. Failures of helper processes are ignored.
+    kernels from the cache. So this process runs every call itself, and an error of any call is raised here. Failures
+    of helper processes are ignored.
 
     Args:
         calls: The calls, the slowest first.

@@ -20,7 +20,7 @@ from hostdev.kernels.xxhash import add_to_lane, add_word, finish, first_lanes, m
 PAGE = 4096
 BLOCK_HEADER, _RECORD_HEADER = 16, 24
 _CHUNK = 1 << 20  # bytes that are written at once
-_MERGED = 1 << 16  # bytes of neighbouring blocks that are read at once
+_MERGED = 1 << 16  # most bytes of neighbouring blocks that are read at once
 
 GOOD, UNREADABLE, DAMAGED, MISPLACED = 0, 1, 2, 3  # results of reading a block
 
@@ -38,9 +38,9 @@ class Format(NamedTuple):
 
     record_bytes: int
     block_bytes: int
-    per_block: int  # records
-    per_chunk: int  # records
-    per_segment: int  # records
+    per_block: int  # records per block
+    per_chunk: int  # records per chunk
+    per_segment: int  # records per segment
 
     @classmethod
     def of(cls, row_bytes: int, segment_bytes: int) -> "Format":
@@ -88,7 +88,7 @@ def _checksum(words, first, count):
 
 @inline
 def _word_of(format_, number):
-    """Return the position, in words from the first of a run of blocks, of record `number`."""
+    """Return the index of the first word of record `number` in an array of blocks."""
     block, place = number // np.uint64(format_.per_block), number % np.uint64(format_.per_block)
     return (
         block * np.uint64(format_.block_bytes) + np.uint64(BLOCK_HEADER) + place * np.uint64(format_.record_bytes)
@@ -105,18 +105,18 @@ def _unpack(source, target, addresses, widths):
 
 @kernel
 def pack(start, stop, sources, keys, rows, version, first, words, format_, addresses, widths):
-    """Write the records of rows sources[start:stop] of the planes.
+    """Write records of the rows sources[start:stop] of the planes to `words`.
 
     Args:
         sources: int32 [N], the row of each record in the planes.
         keys: int64 [N].
         rows: int32 or int64 [N], the rows' numbers.
         version: The version of the first record; each next one is larger by 1.
-        first: The number of the first record in `words`.
+        first: The number that the first record gets in `words`.
         words: uint64 [any], whole blocks.
         format_: The `Format`.
-        addresses: Of the planes.
-        widths: Of the planes.
+        addresses: int64 [P], the planes' addresses.
+        widths: int64 [P], bytes of a row in each plane.
     """
     base = words.ctypes.data
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -141,7 +141,7 @@ def seal(start, stop, words, tag, format_):
 
 @kernel
 def copy_buffered(start, stop, positions, buffers, targets, words, format_, addresses, widths):
-    """Copy records that are not written yet to the rows targets[start:stop] of the planes.
+    """Copy records that are in buffers, not yet on disk, to the rows targets[start:stop] of the planes.
 
     Args:
         positions: int64 [N], the records' positions.
@@ -149,8 +149,8 @@ def copy_buffered(start, stop, positions, buffers, targets, words, format_, addr
         targets: int32 [N].
         words: uint64 [buffers, any], the buffers.
         format_: The `Format`.
-        addresses: Of the planes.
-        widths: Of the planes.
+        addresses: int64 [P], the planes' addresses.
+        widths: int64 [P], bytes of a row in each plane.
     """
     base, stride = words.ctypes.data, words.strides[0]
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -176,14 +176,14 @@ def read(start, stop, positions, keys, targets, files, maps, tags, format_, addr
         positions: int64 [N], ascending.
         keys: int64 [N], the key that each record must have.
         targets: int32 [N].
-        files: int32 [segments], open files by the number of their segment.
-        maps: int64 [segments], addresses of files that are mapped into memory, which are not read from `files`; or 0.
-        tags: uint64 [segments], the tag of the segments' first blocks.
+        files: int32 [segments], the file descriptor of each segment.
+        maps: int64 [segments], the address of each segment that is mapped into memory, and 0 for segments to read.
+        tags: uint64 [segments], the tag of each segment's first block.
         format_: The `Format`.
-        addresses: Of the planes.
-        widths: Of the planes.
+        addresses: int64 [P], the planes' addresses.
+        widths: int64 [P], bytes of a row in each plane.
         words: uint64 [Format.buffer_bytes / 8], a buffer that begins on a page.
-        failure: int64 [3], changed if a block is bad: what is bad, the position of a record in it, bytes read.
+        failure: int64 [3], written if a block is bad: the result, a record's position, and bytes read if UNREADABLE.
     """
     size, per_block = np.int64(format_.block_bytes), np.uint64(format_.per_block)
     per_segment, merged = np.uint64(format_.per_segment), np.uint64(max(_MERGED // int(size), 1))
@@ -230,7 +230,7 @@ def read(start, stop, positions, keys, targets, files, maps, tags, format_, addr
 
 @kernel
 def check(start, stop, words, tag, format_, failure):
-    """Check blocks [start, stop) of `words`, as `read` does; `tag` is that of the first block."""
+    """Check blocks [start, stop) of `words`; `tag` is block 0's. Write a bad block's result and number to `failure`."""
     size = np.uint64(format_.block_bytes >> 3)
     for block in range(np.uint64(start), np.uint64(stop)):
         at = block * size
@@ -242,19 +242,19 @@ def check(start, stop, words, tag, format_, failure):
 
 @kernel
 def find_live(rows, first, where, saved, out):
-    """Find the records that are their rows' latest, and whose rows are on disk.
+    """Find the records with the current values of rows that are not in memory.
 
-    If the row of such a record is in memory, unchanged, the record is not needed: the row counts as changed.
+    A record with the current values of a row in memory is dropped: the row counts as changed from now on.
 
     Args:
-        rows: int64 [N], the row of each record; other numbers than those of rows are left out.
+        rows: int64 [N], the row of each record; numbers outside the table are skipped.
         first: The position of the first record.
-        where: See `kernels.frames`, like `saved`.
-        saved: See `where`.
-        out: int32 [N + 1], output: the records' numbers.
+        where: See `kernels.frames`.
+        saved: See `kernels.frames`; CHANGED is written for rows whose records are dropped.
+        out: int32 [N + 1], output: the numbers of the records found.
 
     Returns:
-        The number of records found, and of those that are not needed any more.
+        The number of records found, and the number of records dropped.
     """
     found, dropped = np.uint64(0), np.int64(0)
     for number in range(np.uint64(len(rows))):
@@ -293,7 +293,7 @@ def record_rows(start, stop, words, format_, rows):
 
 @kernel
 def clear(start, stop, words, format_):
-    """Write zeros to the records [start, stop) of `words`, which are not used."""
+    """Write zeros to the unused records [start, stop) of `words`."""
     size = np.uint64(format_.record_bytes >> 3)
     for i in range(np.uint64(start), np.uint64(stop)):
         at = _word_of(format_, i)

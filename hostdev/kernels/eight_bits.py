@@ -51,7 +51,7 @@ TO_LAST_DECADE = ((1e-3, 1e3, 0.125), (1e-2, 1e2, 0.25), (1e-1, 1e1, 0.5))  # if
 STEP, HALF_STEP = np.float32(2.0**-12), np.float32(2.0**-13)  # u = random 12 bits * STEP + HALF_STEP
 NEAREST = 0x8000  # the random number that rounds to nearest
 
-_AHEAD = 8  # rows
+_AHEAD = 8  # prefetch distance in rows
 _ABSOLUTE = 0x7FFFFFFF
 
 
@@ -67,7 +67,7 @@ def _make_map(unsigned: int) -> Rows:
     return np.array(values, np.float32)
 
 
-MAPS: Rows = np.stack([_make_map(0), _make_map(1)])  # float32 [2, 256], signed and never negative
+MAPS: Rows = np.stack([_make_map(0), _make_map(1)])  # float32 [2, 256]: the signed map, then the unsigned one
 
 
 @inline_code
@@ -214,6 +214,6 @@ def fill(slots: Codes, values: Rows, dim: int, unsigned: Flags) -> None:
     `values` is float32 [S], each 0 or at least 2^-90; `unsigned` says for each slot whether it is never negative.
     """
     row = np.zeros(slots.shape[1:], np.uint8)
-    row[:, :dim] = np.where(values, np.where(unsigned, 255, 128), 0)[:, None]  # the code of 1
+    row[:, :dim] = np.where(values, np.where(unsigned, 255, 128), 0)[:, None]  # the code of the value 1
     row[:, -4:] = values.view(np.uint8).reshape(-1, 4)
     parallel_for(_fill, len(slots), row, slots, grain=get_grain(slots.strides[0]))

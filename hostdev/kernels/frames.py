@@ -2,13 +2,13 @@
 
 Shapes: V rows, M frames, N rows of a call.
 
-`where` [V], int32 or int64, has for each row 0 if it has its initial values and is nowhere, `position + 1` if it is on
-disk, or `-1 - frame`. Each frame has:
+`where` [V], int32 or int64, has for each row 0 if it has its initial values and is not stored, `position + 1` if it is
+on disk, or `-1 - frame` if it is in memory. Each frame has:
 
 - `row_of` int64 [M]: its row, or -1 if the frame is free.
 - `pins` int32 [M]: how many batches need the row in memory.
-- `saved` int64 [M]: what `where` was before the row came, if the row has not changed since; else CHANGED.
-- `state` uint8 [M]: LEAVING, RECENT, ARRIVING and CHOSEN.
+- `saved` int64 [M]: the value of `where` once the row leaves memory unchanged; CHANGED if it must be written first.
+- `state` uint8 [M]: the flags LEAVING, RECENT, ARRIVING and CHOSEN.
 """
 
 import numpy as np
@@ -17,14 +17,14 @@ from hostdev.kernels.jit import kernel, prefetch_to_read
 
 FREE = -1
 CHANGED = -1
-# Its row may leave; was used of late; is being read or initialized; is about to leave.
+# Flags of a frame. Its row may leave memory; was used recently; is being read or initialized; is about to leave.
 LEAVING, RECENT, ARRIVING, CHOSEN = 1, 2, 4, 8
 _AHEAD = 16
 
 
 @kernel
 def count_missing(rows, where, pins):
-    """Return how many of the rows [N] are not in memory, and how many frames would be pinned that are not yet."""
+    """Return how many of the rows [N] are not in memory, and how many unpinned frames `pin` would pin for the rows."""
     missing, fresh, n = np.int64(0), np.int64(0), np.uint64(len(rows))
     for i in range(n):
         if i + np.uint64(_AHEAD) < n:
@@ -47,18 +47,18 @@ def pin(
     Args:
         rows: int32 or int64 [N], distinct.
         change: Whether the rows may change, so that their records on disk are dropped.
-        where: See the module, like `row_of`, `pins`, `saved` and `state`.
-        row_of: See `where`.
-        pins: See `where`.
-        saved: See `where`.
-        state: See `where`.
+        where: See the module.
+        row_of: See the module.
+        pins: See the module.
+        saved: See the module.
+        state: See the module.
         free: int32 [M], the free frames.
         free_count: Number of free frames, the last of which are taken.
-        live: int64 [segments], live records; reduced by those that are dropped.
-        per_segment: Records of a segment.
+        live: int64 [segments], the live records of each segment; reduced by those that are dropped.
+        per_segment: Records per segment.
         frames: int32 [N], output: the rows' frames.
-        missing: int32 [N + 1], output: the places of the rows that were not in memory.
-        positions: int64 [N + 1], output: their positions on disk; -1 for initial values.
+        missing: int32 [N + 1], output: the indices in `rows` of the rows that were not in memory.
+        positions: int64 [N + 1], output: the positions of these rows on disk; -1 for initial values.
 
     Returns:
         How many rows were not in memory, and how many frames were not pinned before.
@@ -108,7 +108,7 @@ def unpin(frames, pins):
 
 @kernel
 def mark_leaving(rows, where, state, out):
-    """Mark the frames of rows [N] as LEAVING; write those that were not to `out`, int32 [N + 1]; return how many."""
+    """Mark the frames of rows [N] as LEAVING; write newly marked ones to `out`, int32 [N + 1]; return their number."""
     found = np.uint64(0)
     for i in range(np.uint64(len(rows))):
         place = np.int64(where[np.uint64(rows[i])])
@@ -131,7 +131,7 @@ def mark_staying(rows, where, state):
 
 @kernel
 def choose_leaving(frames, pins, state, wanted, chosen, kept):
-    """Choose up to `wanted` frames [N] that are LEAVING and not pinned; keep those that are pinned.
+    """Choose up to `wanted` of the frames [N] that are LEAVING and not pinned; keep the others that are LEAVING.
 
     Args:
         frames: int32 [N].
@@ -193,14 +193,14 @@ def choose_by_clock(hand, row_of, pins, state, wanted, chosen):
 
 @kernel
 def release(frames, where, row_of, saved, state, free, free_count, changed):
-    """Free the frames [N] of unchanged rows, whose values are those on disk or the initial ones.
+    """Free those of the frames [N] whose rows have not changed: their values are on disk, or are the initial ones.
 
     Args:
         frames: int32 [N].
-        where: See the module, like `row_of`, `saved` and `state`.
-        row_of: See `where`.
-        saved: See `where`.
-        state: See `where`.
+        where: See the module.
+        row_of: See the module.
+        saved: See the module.
+        state: See the module.
         free: int32 [M], the free frames.
         free_count: Number of free frames.
         changed: int32 [N + 1], output: the frames of changed rows, which stay.
@@ -235,7 +235,7 @@ def release_to(frames, first, where, row_of, state, free, free_count):
 
 @kernel
 def forget(rows, where, row_of, pins, saved, state, free, free_count, live, per_segment):
-    """Give rows [N] their initial values again, but for pinned ones; return the number of free frames."""
+    """Reset rows [N], except those that are pinned, to their initial values; return the number of free frames."""
     left = np.uint64(free_count)
     for i in range(np.uint64(len(rows))):
         row = np.uint64(rows[i])
@@ -255,13 +255,13 @@ def forget(rows, where, row_of, pins, saved, state, free, free_count, live, per_
 
 @kernel
 def find(start, stop, rows, where, frames):
-    """Write the frames of rows[start:stop], int32; a negative number for a row that is not in memory."""
+    """Write the frames of rows[start:stop] to frames[start:stop], int32; -1 for a row that is not in memory."""
     end = np.uint64(stop)
     for i in range(np.uint64(start), end):
         if i + np.uint64(_AHEAD) < end:
             prefetch_to_read(where, rows[i + np.uint64(_AHEAD)], 1)
         place = np.int64(where[np.uint64(rows[i])])
-        frames[i] = -1 - place if place < 0 else np.int64(-1)  # positions may have more than 32 bits
+        frames[i] = -1 - place if place < 0 else np.int64(-1)  # not the position, which may need 64 bits
 
 
 @kernel
@@ -273,9 +273,9 @@ def move_to(rows, first, where):
 
 @kernel
 def locate(rows, where, saved, positions, changed):
-    """Write what `where` would be if rows [N] left the memory to `positions`, int64 [N]; CHANGED for changed rows.
+    """Write to positions, int64 [N], what `where` would be if the rows [N] left memory; CHANGED for changed rows.
 
-    Write the places of changed rows to `changed`, int32 [N + 1], and return how many there are.
+    Write the indices in `rows` of changed rows to `changed`, int32 [N + 1], and return how many there are.
     """
     c = np.uint64(0)
     for i in range(np.uint64(len(rows))):
@@ -291,7 +291,7 @@ def locate(rows, where, saved, positions, changed):
 def record_saved(frames, first, pins, saved, live, per_segment):
     """Record that the rows in frames [N], which stay there, were written to the disk, to positions from `first` on.
 
-    Those that are not pinned count as unchanged from then on. The records of the others, which may change, are dead.
+    Rows that are not pinned count as unchanged from then on. Pinned rows may still change, so their records are dead.
     """
     for i in range(np.uint64(len(frames))):
         frame, position = np.uint64(frames[i]), np.int64(first) + np.int64(i)
@@ -303,7 +303,7 @@ def record_saved(frames, first, pins, saved, live, per_segment):
 
 @kernel
 def find_records(start, stop, where, saved, first, out):
-    """Write each of the rows [start, stop) to out [N] at the number of its record, if it is one of N from `first` on.
+    """For each row in [start, stop) with one of the N records from `first` on, write the row to out[record's number].
 
     Args:
         start: The first row.

@@ -187,7 +187,7 @@ def unique_groups(groups: Sequence[Sequence[AnyIds]]) -> list[tuple[AnyIds, Posi
             small.setdefault(group[0].dtype, []).append(g)
         else:
             large[g] = Dedupe(group, inverse[begin:end], len(large))
-    tasks = [task for work in large.values() for task in work.tasks()]  # longest first
+    tasks = [task for work in large.values() for task in work.tasks()]  # the longest tasks begin first
     counts, keys = np.zeros(G, np.int64), {}
     for dtype, which in small.items():
         keys[dtype] = scratch(f"unique ids {dtype.char}", (begins[-1] + G,), dtype)  # dtype.name would take 10 us

@@ -18,7 +18,7 @@ def find_slot(key, shift):
 
 @inline
 def find_key(key, slots, shift, keys):
-    """Return the slot at which the search for a key ends, and its position in `keys`, negative if it is missing."""
+    """Return the slot at which the search for a key ends, and the key's position in `keys`, negative if missing."""
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     slot = find_slot(key, shift)
     position = slots[slot]
@@ -30,7 +30,7 @@ def find_key(key, slots, shift, keys):
 
 @inline
 def find_free(key, slots, shift):
-    """Return the first slot without a position from where the search for a key begins."""
+    """Return the first empty slot at or after the slot where the search for a key begins."""
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     slot = find_slot(key, shift)
     while slots[slot] >= 0:

@@ -47,7 +47,7 @@ _PAIRS = 640  # pairs of columns at a time; their numbers fit the L1 cache
 @inline
 def _normal_pair(a, b, std):
     """Compute two independent normal numbers with standard deviation `std` from the random 32-bit words a and b."""
-    u = np.float32((float32(int32(a >> uint32(9))) + _HALF) * _TO_UNIT)  # (0, 1): 23 bits, exact
+    u = np.float32((float32(int32(a >> uint32(9))) + _HALF) * _TO_UNIT)  # in (0, 1): 23 random bits, exact
     bits = u.view(np.int32)
     exponent = int32(int32(bits - _SQRT_HALF_BITS) >> int32(23))
     x = np.int32(bits - int32(exponent << int32(23))).view(np.float32) - _ONE  # u = (1 + x) * 2^exponent

@@ -60,7 +60,7 @@ def _unlock_after_errors(dispatcher: Any) -> Any:
     compile_for = dispatcher._compile_for_args
 
     def compile_and_unlock(*args: Any, **given: Any) -> Any:
-        if _lock.is_locked():  # by this thread, while it compiles another kernel, which calls this one
+        if _lock.is_locked():  # locked by this thread, which compiles another kernel that calls this one
             return compile_for(*args, **given)
         try:
             with _turns():
@@ -90,10 +90,10 @@ def inline(function: Callable[..., Any]) -> Any:
 
 
 def inline_code(function: Callable[..., Any]) -> Any:
-    """Compile `function` once for its types, and copy its code into each kernel that calls it.
+    """Compile `function` once for each combination of types, and copy its code into each kernel that calls it.
 
     For large helpers, which `inline` would compile again in each place. Kernels that convert rounded values compile in
-    less than half the time, and are up to a fifth faster; those that catch up late rows are slower than by `inline`.
+    less than half the time, and are up to a fifth faster; those that apply missed steps are slower than with `inline`.
     """
     return numba.njit(function, forceinline=True, **_OPTIONS)
 
@@ -113,7 +113,7 @@ def _prefetch(to_write: int, locality: int) -> Any:
             function = builder.module.declare_intrinsic(
                 "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, word, word, word])
             )
-            constants = [ir.Constant(word, value) for value in (to_write, locality, 1)]  # 1: data, not code
+            constants = [ir.Constant(word, value) for value in (to_write, locality, 1)]  # the last: data, not code
             builder.call(function, [builder.inttoptr(arguments[0], byte), *constants])
             return context.get_dummy_value()
 
@@ -208,7 +208,7 @@ def _array_at(typing_context: Any, address: Any, n: Any, dtype: Any) -> Any:
 
 
 def _without_count(array: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return the numba type of `bare_bits` for an array and a dtype, and the function that writes its code."""
+    """Return the numba type of what `bare_bits(array, dtype)` returns, and the function that generates its code."""
     found = types.Array(dtype, array.ndim, "C")
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -235,7 +235,7 @@ def _bare(typing_context: Any, array: Any) -> Any:
 def _bare_bits(typing_context: Any, array: Any, dtype: Any) -> Any:
     """Return the values of a C-contiguous array as another dtype, without conversion or reference counting.
 
-    See `bare`. The last dimension gets the length that has as many bytes.
+    See `bare`. The length of the last dimension changes so that the number of bytes stays the same.
     """
     found, generate = _without_count(array, dtype.dtype)
     return found(array, dtype), generate

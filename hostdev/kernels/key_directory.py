@@ -6,9 +6,9 @@ A part has `size` slots at which a search can begin, in the order of the hashes'
 behind them, so that a search never wraps around. When a part grows, its entries nearly keep their order, so memory is
 read and written sequentially.
 
-The parts' memory is an arena: blocks of growing size, each of which is given back before long, in huge pages. Blocks
+The parts' memory is an arena in huge pages. Parts take ever larger blocks, and give each block back before long. Blocks
 are taken one after the other from reserved ranges of addresses, which are larger than what will be in use at once. Each
-page of a range goes back to the system once none of its blocks is left. Where neighbouring blocks are given back at
+page of a range goes back to the system once no block in use lies on it. Where neighbouring blocks are given back at
 about the same time, hardly any memory is lost. The first range has small pages, since a huge page would be much for an
 arena that stays small.
 
@@ -30,16 +30,16 @@ from hostdev.kernels.jit import address_of, array_at, ask_to_read, inline, kerne
 from hostdev.kernels.pool import Task, parallel_for, run_tasks, tasks_over
 
 _SMALL_PAGE = 1 << 16
-_FIRST_RANGE = 1 << 26  # bytes of addresses; the next range has 4 times as many, and others twice those of the last one
+_FIRST_RANGE = 1 << 26  # bytes of addresses; the second range has 4 times as many, then each range doubles
 _FREE = getattr(mmap, "MADV_DONTNEED", None)
 PARTS = 256
 MOST_ROWS = 2**31 - 1
 EMPTY = -1
 FULL = 0.7  # at most this share of a part's slots is used
-GROWTH = 1.25  # so at least FULL / GROWTH of a large part's slots is used
+GROWTH = 1.25  # factor by which a part grows, so that at least FULL / GROWTH of a large part's slots is used
 _LEAST = 16  # slots of the smallest part
-_SPARE, _SPARE_A_BIT = 8, 4  # slots behind a part's last one, and more for each bit of its size; the last stays empty
-AHEAD = 32  # keys; also the size of the ring of addresses, a power of 2
+_SPARE, _SPARE_A_BIT = 8, 4  # spare slots of a part: 8, and 4 for each bit of its size; the last one stays empty
+AHEAD = 32  # prefetch distance in keys; also the size of the ring of addresses, so a power of 2
 _GRAIN = 8192  # keys per range
 _ADDRESS, _SIZE, SLOTS, COUNT = range(4)  # columns of `parts`
 
@@ -61,7 +61,7 @@ class _Range:
 
     Attributes:
         used: Bytes taken so far.
-        blocks: uint32 [pages], how many blocks each page has parts of.
+        blocks: uint32 [pages], how many blocks in use lie on each page, wholly or in part.
     """
 
     def __init__(self, size: int, page: int) -> None:
@@ -78,7 +78,7 @@ class _Range:
         return slice(start // self._page, -(-(start + nbytes) // self._page))
 
     def free(self, page: int) -> None:
-        """Give a page back to the system if it will not be used again."""
+        """Give a page back to the system, unless later blocks may still lie on it."""
         first = page * self._page
         last = first + self._page
         if last > self.used:
@@ -90,7 +90,7 @@ class _Range:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use, with those of blocks that were given back in pages that other blocks use."""
+        """Bytes of the pages on which blocks in use lie, including bytes of other blocks that were given back."""
         pages = np.flatnonzero(self.blocks)
         return int(np.minimum(self.used - pages * self._page, self._page).sum())
 
@@ -100,7 +100,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._ranges: list[_Range] = []
-        self._largest = 0  # bytes
+        self._largest = 0  # bytes; the next range has at least twice as many
         self._lock = threading.Lock()
 
     @property
@@ -167,14 +167,14 @@ def _look_ahead(keys, i, parts, ring, owners):
 
 @inline
 def start_searches(keys, begin, end, parts, ring, owners):
-    """Look ahead at the first of the keys [begin, end), whose searches `next_search` makes one after another."""
+    """Prefetch for the first AHEAD of the keys [begin, end); then `next_search` searches for one key after another."""
     for i in range(begin, min(begin + np.uint64(AHEAD), end)):
         _look_ahead(keys, i, parts, ring, owners)
 
 
 @inline
 def next_search(keys, i, end, parts, ring, owners):
-    """Return the address at which the search for keys[i] ends, as `find_entry` does, and the key's part; look ahead."""
+    """Return the address at which `find_entry` ends for keys[i], and the part of keys[i]; prefetch for a later key."""
     at = i & np.uint64(AHEAD - 1)
     address, part = ring[at], owners[at]
     # At the end, this looks at the last key again: after a branch, numba would count references to the arrays.
@@ -301,14 +301,14 @@ class KeyDirectory:
     """
 
     def __init__(self, expected: int = 0) -> None:
-        self.parts = np.zeros((PARTS, 4), np.int64)  # of the kernels: where each part is, and how large
+        self.parts = np.zeros((PARTS, 4), np.int64)  # for kernels: the address, size, slots and count of each part
         self._arena = Arena()
         self._blocks: list[Block | None] = [None] * PARTS
         for part in range(PARTS):
             self._set_memory(part, _size_of(part, expected / PARTS / FULL), 0)
 
     def __len__(self) -> int:
-        """Return K."""
+        """Return the number of keys, K."""
         return int(self.parts[:, COUNT].sum())
 
     @property
@@ -388,7 +388,7 @@ class KeyDirectory:
                 self._set_memory(part, size, spare)
                 assert small is not None
                 self._arena.give_back(small)
-        except BaseException:  # no memory
+        except BaseException:  # such as MemoryError
             new, self._blocks[part], self.parts[part] = self._blocks[part], old, held
             if new is not None and new is not old:
                 self._arena.give_back(new)
@@ -397,10 +397,10 @@ class KeyDirectory:
 
 
 def _size_of(part: int, wanted: float) -> int:
-    """Return the least size that a part may have and that is at least `wanted`.
+    """Return the least of a part's possible sizes that is at least `wanted`.
 
-    A part's sizes are a power of GROWTH apart. Those of all parts are spread evenly, however many keys come at once, so
-    that few parts grow in a batch, and those that lie in one slab grow one after another.
+    A part's possible sizes differ by powers of GROWTH. Those of all parts are spread evenly, so that few parts grow in
+    the same batch, and parts whose blocks are neighbours grow one after another.
     """
     least = _LEAST * GROWTH ** (part / PARTS)
     steps = max(0, math.ceil(math.log(max(float(wanted), 1.0) / least, GROWTH)))

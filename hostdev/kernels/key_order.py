@@ -1,4 +1,4 @@
-"""Sorts rows by the hashes of their keys, with little memory beside the result."""
+"""Sorting of rows by the hashes of their keys, with little extra memory, and numbering of a batch's distinct rows."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,7 +11,7 @@ from hostdev.kernels.counter import hashed, mix64
 from hostdev.kernels.jit import kernel
 
 _NO_ROWS = np.zeros(0, np.int32)
-_PART_BITS = 8  # a part's hashes and their order, which need 16 bytes a row, are in memory one part at a time
+_PART_BITS = 8  # 256 parts; hashes and their order, 16 bytes a row, are in memory for one part at a time
 
 
 @kernel
@@ -40,7 +40,7 @@ def _place(keys, bits, nexts, order):
 
 
 def sorted_rows(keys: Keys, bits: Bits, first: RowNumbers = _NO_ROWS) -> RowNumbers:
-    """Return the rows of a set in the order of the hashes of their keys, after other rows.
+    """Return the rows `first`, followed by the rows of a set in the order of their keys' hashes.
 
     Args:
         keys: int64 [V], the key of each row.
@@ -48,7 +48,7 @@ def sorted_rows(keys: Keys, bits: Bits, first: RowNumbers = _NO_ROWS) -> RowNumb
         first: int32 [F], the rows that come first.
 
     Returns:
-        int32 [F + K].
+        int32 [F + K], where K is the number of rows in the set.
     """
     found: RowNumbers = reserved((len(first) + count_bits(bits),), np.int32)
     found[: len(first)] = first
@@ -67,13 +67,13 @@ def sorted_rows(keys: Keys, bits: Bits, first: RowNumbers = _NO_ROWS) -> RowNumb
 
 
 def order_of(keys: Keys) -> LongIds:
-    """Return the positions of keys [N] in the order of their hashes, int64 [N]."""
+    """Return the indices that sort keys [N] by their hashes, int64 [N]."""
     return np.argsort(mix64(keys.view(np.uint64)))
 
 
 @kernel
 def _number(rows, inverse, ends, firsts, unknown, slots, numbers, found):
-    """Renumber `inverse` in order of first occurrence; write the rows in this order, and return how many they are.
+    """Renumber `inverse` in order of first occurrence; write the rows in this order, and return their number.
 
     Args:
         rows: int32 [U], the row of each unique key, or a negative number.

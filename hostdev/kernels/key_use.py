@@ -1,6 +1,6 @@
 """The last uses and the number of uses of rows, and of keys that do not have a row yet.
 
-Of each row, the last step and the uses take 8 bytes: the step the low 32 bits, the uses the high ones. Exact counts of
+A row's last step and uses take 8 bytes: the step the low 32 bits, the number of uses the high ones. Exact counts of
 keys without a row take 16 bytes an entry, in the memory of a `KeyDirectory`. An entry's value is the number of the last
 step that used the key, and the key's uses: step * 2^24 + count.
 
@@ -40,14 +40,14 @@ from hostdev.kernels.pool import parallel_for
 
 Packed = npt.NDArray[np.uint64]
 
-_AHEAD = 16  # rows
+_AHEAD = 16  # prefetch distance in rows
 _GRAIN = 8192
 _LOW = 0xFFFFFFFF
 _COUNT_BITS = 24
 MOST_USES = (1 << _COUNT_BITS) - 1
 _MOST_STEPS = (1 << 32) - 1
 Values = npt.NDArray[np.int64]
-_DEPTH = 4  # counters of a key; the smallest of them is the key's count
+_DEPTH = 4  # counters per key; the smallest of them is the key's count
 
 
 @inline
@@ -59,7 +59,7 @@ def _used(value, uses, step):
 
 @inline
 def _use_row(i, rows, uses, step, packed, before):
-    """Use the row rows[i], and write its former state to before[i]."""
+    """Record the uses of the row rows[i] in its state, and write the former state to before[i]."""
     row = np.uint64(rows[i])
     before[i] = packed[row]
     packed[row] = _used(before[i], uses[i], step)
@@ -78,7 +78,7 @@ def _use(start, stop, rows, uses, step, packed, before):
 
 @kernel
 def _find_and_use(start, stop, keys, parts, uses, step, packed, rows, before):
-    """Find each key's row, and use it some keys later, when its state has arrived."""
+    """Find each key's row; record its uses some keys later, when the prefetched state of the row has arrived."""
     begin, end, behind = np.uint64(start), np.uint64(stop), np.uint64(_AHEAD)
     ring, owners = np.empty(AHEAD, np.int64), np.empty(AHEAD, np.uint64)
     start_searches(keys, begin, end, parts, ring, owners)
@@ -103,11 +103,11 @@ def _restore(start, stop, rows, packed, before):
 
 
 def use(rows: RowNumbers, uses: RowNumbers, step: int, packed: Packed) -> Packed:
-    """Set the last step of distinct rows, and add to their uses, at most 2^32 - 1.
+    """Set the last step of distinct rows, and add to their uses, up to 2^32 - 1.
 
     Args:
         rows: int32 [U]; negative numbers are left out.
-        uses: int32 [U], how often the step uses each.
+        uses: int32 [U], how often the step uses each row.
         step: The step, at most 2^32 - 1.
         packed: uint64 [V], the state of all rows, changed.
 
@@ -122,7 +122,7 @@ def use(rows: RowNumbers, uses: RowNumbers, step: int, packed: Packed) -> Packed
 def find_and_use(
     directory: KeyDirectory, keys: npt.NDArray[np.int64], uses: RowNumbers, step: int, packed: Packed
 ) -> tuple[RowNumbers, Packed]:
-    """Return `directory.find(keys)`, and the result of `use` with these rows; the keys must be distinct."""
+    """Find the rows of distinct keys, and call `use` with them; return the rows, int32 [N], and the result of `use`."""
     rows, before = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint64)
     arguments = keys, directory.parts, uses, np.uint64(step), packed, rows, before
     parallel_for(_find_and_use, len(keys), *arguments, grain=_GRAIN)
@@ -173,7 +173,7 @@ def _set(keys, values, parts):
 
 @kernel
 def _collect(parts, step, keys, values):
-    """Write the keys, and their values, that no step from `step` on has used; return their number.
+    """Write the keys that no step from `step` on has used, and their values; return the number of these keys.
 
     If `keys` is shorter than this number, only the first ones are written.
     """
@@ -196,8 +196,8 @@ class KeyCounts(KeyDirectory):
     def add(self, keys: Keys, uses: npt.NDArray[np.int32], step: int, oldest: int = 0) -> tuple[Values, Values]:
         """Add a step's uses of distinct keys [N]; return their total uses, at most MOST_USES, and their former values.
 
-        Both are int64 [N]. The former value of a new key is EMPTY. Uses are forgotten of a key that no step from
-        `oldest` on has used.
+        Both are int64 [N]. The former value of a new key is EMPTY. If no step from `oldest` on
+        has used a key, its earlier uses are forgotten.
         """
         totals, before = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
         self.reserve(keys)
@@ -254,13 +254,13 @@ def _add_counts(keys, uses, sign, seeds, first, counts, totals):
 
 
 class CountMinSketch:
-    """Counts keys.
+    """Approximate counts of the uses of keys, as a count-min sketch (see the module).
 
     Args:
         nbytes: Size of the counters of all parts, at least 64 KiB.
         seed: Seed of the hash functions.
         first: The first part whose keys are counted.
-        end: One more than the last one.
+        end: One more than the last part.
     """
 
     def __init__(self, nbytes: int, seed: int, first: int = 0, end: int = PARTS) -> None:
@@ -293,7 +293,7 @@ class CountMinSketch:
         return counts.reshape(-1)
 
     def restore(self, counts: npt.NDArray[np.uint32]) -> None:
-        """Set the counters to those of all parts, uint32 [any], of a result of `without`."""
+        """Set this sketch's counters from those of all parts, uint32 [any], in the layout of `without`."""
         parts = counts.reshape(PARTS, *self._counts.shape[1:])
         self._counts[:] = parts[self._first : self._first + len(self._counts)]
 

@@ -48,7 +48,7 @@ def loop(begun, halt, most, n, grain, grains, pieces{args}):
     return done
 """
 _WORDS, _AT = 16, 8  # the word that all threads write shares its cache line with no other data
-_VISIT_NS = 5_000_000  # time of the main thread in native code; Ctrl-C waits up to twice as long, or for one range
+_VISIT_NS = 5_000_000  # target time of the main thread's native calls; Ctrl-C waits up to twice as long, or for a range
 
 
 def make_loop(work: Any) -> Any:
@@ -153,7 +153,7 @@ class KernelLoop:
 
 
 def run_alone(work: Kernel, n: int, *args: Any) -> None:
-    """Run a kernel over n items in this thread. Called as a function, it would be compiled a second time."""
+    """Run a kernel over n items in this thread. A direct call of the kernel would compile it a second time."""
     run_whole(KernelTask(work, n, n, 1, args))
 
 
@@ -173,7 +173,7 @@ def run_whole(task: KernelTask) -> None:
 
 
 class Calls:
-    """Calls and kernels of one range, which any number of threads share. They begin in order."""
+    """Calls, and kernel tasks of one range, shared by any number of threads. They begin in order."""
 
     def __init__(self, calls: deque[Call | KernelTask]) -> None:
         self._calls = calls

@@ -24,7 +24,7 @@ from hostdev.kernels.pool import KernelTask, count_ranges, get_grain, parallel_f
 
 PART = 4096  # rows; a power of two, fixed because it determines the order of additions
 _EIGHTH = PART // 8
-_GRAIN = 1 << 15  # values: 128 KiB
+_GRAIN = 1 << 15  # float32 values per range, 128 KiB
 _INFINITE = np.uint32(0x7F800000)
 
 

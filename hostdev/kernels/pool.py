@@ -27,10 +27,10 @@ from hostdev.kernels.loops import KernelTask as KernelTask
 Task = Call | KernelTask
 
 _RANGES_PER_THREAD = 4  # so that other threads can take over the ranges of threads that the operating system slows down
-_RANGE_BYTES, _LINE = 1 << 18, 64  # 20 to 30 microseconds of work; a scattered row costs at least a cache line
-_MOST_GRAINS = 16  # per range; limits the wait of urgent callers to about half a millisecond
+_RANGE_BYTES, _LINE = 1 << 18, 64  # bytes: 20 to 30 microseconds of work; a cache line, the least that a row costs
+_MOST_GRAINS = 16  # grains per range; limits the wait of urgent callers to about half a millisecond
 _MAX_RANGE_BITS = 18  # a range has at most about 2 * 2^18 items, which limits how long Ctrl-C waits
-_WAKES = 2  # helpers that each thread at work wakes
+_WAKES = 2  # number of helpers that each working thread wakes
 _LONGEST_JOIN = 1.0  # seconds to wait for busy helpers when the interpreter exits
 
 _queue: SimpleQueue["_Job | None"] = SimpleQueue()
@@ -116,7 +116,7 @@ class _Job:
             try:
                 if self._parts[at].work(halt):
                     _urgent.give_way()
-                elif at == self._first:  # if another thread sets it meanwhile, a part without work is looked at again
+                elif at == self._first:  # a race can set `_first` back; an ended part is then tried again
                     self._first = at + 1
             except BaseException as error:  # the caller raises it; tasks that have not begun are dropped
                 self.error = error
@@ -186,7 +186,7 @@ _this = threading.local()
 def urgent() -> Iterator[None]:
     """Give this thread's kernels priority: until the `with` block ends, other threads help it first.
 
-    Threads that are at work for other callers finish the ranges that they have begun, and begin no more.
+    Threads at work for other callers finish the ranges that they have begun, and begin no others until the block ends.
     """
     counted = False
 
@@ -224,7 +224,7 @@ def _start_workers(n: int) -> None:
 
 
 def start_helpers() -> None:
-    """Start the helpers now: a thread has the priority of the one that starts it, which may be low by then."""
+    """Start the helpers now: they inherit the priority of the calling thread, and a later caller's may be low."""
     _start_workers(_threads - 1)
 
 
@@ -242,7 +242,7 @@ def _end() -> None:
 
 
 def _after_fork() -> None:
-    """Start a new pool in a child process, since threads do not survive a fork."""
+    """Let a forked child process start its own pool: threads do not survive a fork."""
     global _queue, _grow, _urgent
     _queue, _urgent = SimpleQueue(), _Urgent()
     _workers.clear()
@@ -287,7 +287,7 @@ def run_tasks(tasks: Sequence[Task], *, alone: bool = False) -> None:
         run_whole(tasks[0])
         return
     parts: list[KernelLoop | Calls] = []
-    calls: deque[Task] | None = None  # tasks of one range, after the last task of several
+    calls: deque[Task] | None = None  # tasks of one range since the last task of several ranges
     pieces = 0
     for task in tasks:
         if isinstance(task, KernelTask) and task.pieces != 1:

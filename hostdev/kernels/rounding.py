@@ -1,6 +1,6 @@
-"""Loads and stores, in optimizers' kernels, of rows with bfloat16 weights, or bfloat16 or 8-bit slots.
+"""Loads and stores of rows with bfloat16 weights, or with bfloat16 or 8-bit slots, in optimizers' kernels.
 
-New values are rounded as `bfloat16` does.
+The kernels round new values as `bfloat16` describes.
 
 Shapes: V table rows of dimension D, S optimizer slots of D values, P bytes per 8-bit slot. Plane 0 of a row has its
 weights, and plane 1 + s has its slot s.
@@ -26,7 +26,7 @@ Bfloat16 = npt.NDArray[np.uint16]
 Stored = Rows | Bfloat16
 StoredSlots = Stored | Codes
 
-_AHEAD = 8  # rows
+_AHEAD = 8  # prefetch distance in rows
 
 
 class SplitRows(NamedTuple):
@@ -186,7 +186,7 @@ def _is_rounded(rows: Any, field: str) -> bool:
 
 @inline_code
 def _hash_row(block, row):
-    """Return the hash of a step's key and the row's id in the whole table, or its key."""
+    """Return the hash of the step's key and the row's id in the whole table, or the row's key in a table by key."""
     if len(block.keys):
         return hashed(block.key, block.keys[row])
     position = row + block.first

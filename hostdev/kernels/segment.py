@@ -30,8 +30,8 @@ from hostdev.kernels.unique import id_map
 _SORT_FROM_THREADS = 4
 _SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # prefetch distances in occurrences
 _PIECES_PER_THREAD = 4
-_NEVER = 1 << 62  # a value of `seen` for which no occurrence is a row's first
-_PART = 32768  # occurrences
+_NEVER = 1 << 62  # a value of `seen` above all rows: no occurrence counts as a row's first
+_PART = 32768  # occurrences per part
 _PIECES = 2  # tasks for the rows that one part completes
 _ORDER_FROM_COLUMNS = 16  # with fewer columns, ordering the rows costs more than it saves
 _GRAIN = 256
@@ -65,7 +65,7 @@ def sum_part(start, stop, seen, grads, first, step, inverse, weights, out):
         row = np.uint64(inverse[i])
         weight = np.float32(1) if weights is None else weights[i]
         total, grad = out[row], grads[first + i * step]
-        if row == seen:  # its first occurrence
+        if row == seen:  # the row's first occurrence
             seen += one
             for j in range(D):
                 total[j] = to_float32(grad[j]) * weight
@@ -249,12 +249,12 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: AnyIds, grads: Row
         rows_added = add_part(start, stop, rows_added, *Strided(grads), inverse, None, sums)
 
     def update_complete(part: int, piece: int) -> None:
-        """Update a share of the rows whose sums are complete after `part` parts; in part 0, of rows that occur once."""
+        """Update a share of the rows whose sums are complete after `part` parts; for 0, of rows that occur once."""
         found.wait(parts + 1)
         added.wait(part)
         first, rows = ends[part], ends[part + 1] - ends[part]
         start, stop = (first + rows * share // _PIECES for share in (piece, piece + 1))
-        if start < stop:  # a call: the loop's would take 5% longer for few rows, as it needs slices
+        if start < stop:  # a direct call: `run_alone` needs slices, which take 5% longer for few rows
             update(start, stop, chosen, source, sums if part else grads, *table)
 
     tasks: list[Task] = [(_follow, 0, parts + 1, (found, find)), (_follow, 0, parts, (added, add))]

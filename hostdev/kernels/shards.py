@@ -4,9 +4,9 @@ Position = id * multiplier mod V. The multiplier is coprime to V and near V time
 neighbouring ids, such as the popular ones at a vocabulary's beginning, spread evenly over all ranges (three-distance
 theorem; Sos, 1958). Positions do not depend on W, the number of ranks. Rank r's range begins at V * r // W.
 
-Of a table by key, each rank owns whole parts of the keys' hashes, in order. There are 256 parts, by the highest bits of
-the hash. Their number is fixed, so that nothing depends on that of ranks: the keys of all ranks, one rank after the
-other, are in the order of the hashes.
+The keys of a table by key are divided into 256 parts by the highest 8 bits of their hashes, and each rank owns whole
+parts, in order. Nothing depends on the number of ranks: if each rank sorts its keys by hash, the keys of all ranks, one
+rank after the other, are sorted, too.
 """
 
 import functools
@@ -152,7 +152,7 @@ def partition(ids: AnyIds, rows: int, ranks: int) -> tuple[AnyIds, Places, npt.N
 
 
 def partition_by_owner(owners: Places, local: AnyIds, ranks: int) -> tuple[AnyIds, Places, npt.NDArray[np.int64]]:
-    """Sort row numbers within ranks by the rank, and return what `partition` returns.
+    """Do the same as `partition` for rows whose ranks, and numbers within these ranks, are known.
 
     Args:
         owners: int32 [U], the rank that holds each row.

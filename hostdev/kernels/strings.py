@@ -1,4 +1,4 @@
-"""Conversion of texts to numbers, a 64-bit hash or a position in order of first occurrence; and counts of keys.
+"""Conversion of texts to 64-bit hashes or positions in order of first occurrence, counts of keys, and a scan of quotes.
 
 N texts are passed in Arrow's layout: their bytes end to end, uint8, and offsets, int32 or int64 [N + 1].
 
@@ -17,7 +17,7 @@ from hostdev.kernels.hash_table import fill, find_key, find_slot
 from hostdev.kernels.jit import ask_to_read, inline, kernel, prefetch_to_read
 
 _EMPTY = -1
-_AHEAD = 8  # texts between a prefetch and its use
+_AHEAD = 8  # texts between a prefetch and the use of its data
 _SPARE_BITS = 1  # the table is at most half full
 _MOST_TEXTS = 2**31 - 2
 # The most bytes per text in the map: 20 for its hash and end, of which a fifth is spare; 16 for slots, if a quarter of
@@ -25,10 +25,10 @@ _MOST_TEXTS = 2**31 - 2
 BYTES_A_TEXT = 46
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 IN_QUOTES = 2  # a state of `scan_quotes`
-BYTES_A_VALUE = 31  # at most: 20 for a key and its count, if a fifth is unused, and 11 for slots, if 3/8 are used
+BYTES_A_VALUE = 31  # most bytes of a key in a `Dictionary`: 20 with count, if 1/5 is unused; 11 of slots, if 3/8 used
 _LEAST_BITS = 10
 _FULL, _OF = 3, 4  # at most 3 of 4 slots are used
-_KEYS_AHEAD = 16  # keys
+_KEYS_AHEAD = 16  # prefetch distance in keys
 _MOST_VALUES = 2**31 - 1
 
 

@@ -15,7 +15,7 @@ from hostdev.kernels.segment import sort_uses
 
 _MOST_HEIGHT = 64
 _NONE = np.empty(0, np.bool_)
-_GRAIN = 256  # rows
+_GRAIN = 256  # rows per range
 _AHEAD = 8  # prefetch distance in occurrences: memory latency / time per row
 
 

@@ -19,7 +19,7 @@ from hostdev.kernels.jit import kernel, prefetch_to_write
 from hostdev.kernels.pool import Task, host_threads, run_tasks, tasks_over
 
 _EMPTY = -1
-_AHEAD = 32  # ids
+_AHEAD = 32  # prefetch distance in ids
 _SPARE_BITS = 1  # the table is at most half full
 _FEW = 32  # slots per key; with more, emptying only the keys' slots is faster
 _MAX_DISTINCT = 2**31  # positions are int32
@@ -213,7 +213,7 @@ def check_ids(ids: npt.ArrayLike) -> Ids:
     """Return ids as an array; raise TypeError unless they are int32 or int64, ValueError unless 1-dimensional."""
     array = np.asarray(ids)
     if array.size == 0 and array.dtype == np.float64:
-        array = array.astype(np.int64)  # numpy's dtype for an empty list
+        array = array.astype(np.int64)  # numpy makes an empty list float64
     if array.dtype not in (np.int32, np.int64):
         raise TypeError(f"ids must be int32 or int64, not {array.dtype}")
     if array.ndim != 1:

@@ -1,4 +1,4 @@
-"""64-bit hashes of texts, by XXH64 with seed 0, and of rows.
+"""64-bit hashes: XXH64 with seed 0 for texts, and a variant of FNV-1a for rows.
 
 XXH64: Collet, "xxHash fast digest algorithm", specification 0.1.1.
 """
@@ -35,7 +35,7 @@ def _read(data, at, nbytes):
 
 @inline
 def first_lanes():
-    """Return the four lanes before the first word; word i belongs to lane i % 4."""
+    """Return the initial values of the four lanes; word i belongs to lane i % 4."""
     return _P1 + _P2, _P2, np.uint64(0), np.uint64(0) - _P1
 
 
@@ -47,7 +47,7 @@ def add_to_lane(lane, word):
 
 @inline
 def merge_lanes(a, b, c, d):
-    """Return the hash of whole groups of four words, to which the length is then added, and the other words."""
+    """Return the hash of the lanes' words; the caller then adds the length in bytes, and the words left over."""
     found = _rotate(a, 1) + _rotate(b, 7) + _rotate(c, 12) + _rotate(d, 18)
     found = (found ^ add_to_lane(np.uint64(0), a)) * _P1 + _P4
     found = (found ^ add_to_lane(np.uint64(0), b)) * _P1 + _P4

@@ -35,8 +35,8 @@ class Embedding:
         self.table = table
         self.name = table.name
         self.target = table.primitive_target
-        self.steps = 0  # steps whose updates are finished
-        self.begun = 0  # steps whose updates have begun or finished
+        self.steps = 0  # number of steps whose updates are finished
+        self.begun = 0  # number of steps whose updates have begun or finished
         self._clocks = Clocks()
         update = UPDATES[table.optimizer.primitive]
         self.lookup = EmbeddingLookup(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
@@ -56,7 +56,7 @@ class Embedding:
         self.begun = self.steps
 
     def use_cache(self, slots: Any, log: OpLog | None = None) -> None:
-        """Add the ops of a cache, which holds the table's hot rows in `slots`, a `DeviceSlots`."""
+        """Add the ops of a cache, which holds the table's hot rows in `slots` (`cache.slots.DeviceSlots`)."""
         self.cache_admit = CacheAdmit(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
         self.cache_evict = CacheEvict(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
         about: Any = {"scope": self.name, "log": log}
@@ -241,7 +241,7 @@ class ConcatenatedIds:
 
     @cached_property
     def all(self) -> list[RowSubset]:
-        """All ids, by group."""
+        """All ids, as one subset for each group."""
         if len(self.groups) == 1:
             return [RowSubset(self.groups[0], None)]
         return [RowSubset(ids.astype(self._dtype, copy=False), None) for ids in self.groups]

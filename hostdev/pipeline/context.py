@@ -1,4 +1,4 @@
-"""The context that all stages of a pipeline share: its caches and groups, the hooks of tests, and the turns of steps.
+"""The context that all stages of a pipeline share: tables and caches, tests' hooks, and whether steps run alone.
 
 S: number of optimizer state columns of D values per row.
 
@@ -26,9 +26,9 @@ from hostdev.pipeline.batch_ids import Group, RowOffsets
 from hostdev.pipeline.forwarding import Forwarding
 from hostdev.pipeline.tiers import find_tiers
 
-_FIRST = 4  # steps before the first trial, during which kernels are compiled and memory is allocated
+_FIRST = 4  # number of steps before the first trial; they compile kernels and allocate memory
 _BLOCKS = (False, True, False, True)  # blocks of a trial: whether their steps run alone
-_COUNTED = 5  # timed steps of a block, after the steps that the previous block still affects
+_COUNTED = 5  # timed steps at the end of a block; the previous block still affects the steps before them
 _SHORTEST_PERIOD, _LONGEST_PERIOD = 512, 16_384  # steps between trials; doubled while the result stays the same
 BeforeStage = Callable[[str, int], None]
 AfterUpdate = Callable[[int, int, Any, list[tuple[Any, Any]]], None]
@@ -59,7 +59,7 @@ class Turns:
         if not self._shares:
             return
         now = perf_counter()
-        place = self._steps - self._next  # within the trial
+        place = self._steps - self._next  # the step's position in the trial; negative before the trial
         if place > 0:  # the previous step was at place - 1
             block, step = divmod(place - 1, self._block)
             if step >= self._block - _COUNTED:
@@ -145,8 +145,8 @@ class Context:
         on_cpu = staging.device.type == "cpu"
         forwards = (staging.copies or hooks.forward) and not self.cached and not exchanges
         if any(group.late for group in groups):
-            forwards = False  # forwarded rows are updated from the previous step only
+            forwards = False  # forwarding applies only the previous step, not others that rows have missed
         self.forwarding = Forwarding(groups) if forwards and depth else None
         self.turns = Turns(shares=on_cpu and not exchanges and hooks == PipelineHooks(), depth=depth)
-        self.steps = 0  # steps whose updates are finished
+        self.steps = 0  # number of steps whose updates are finished
         self.asked_before: tuple[int, list[Asked]] = 0, []  # number of the last training batch, its `Asked` by group

@@ -35,7 +35,7 @@ class Forwarded(NamedTuple):
 
     source: Positions  # [F], positions among the rows that the previous batch writes; ascending
     target: Positions  # [F], positions among the rows that this batch reads
-    held: Positions  # [F], positions among the rows that were forwarded to the previous batch; -1 for other rows
+    held: Positions  # [F], positions among the rows that were forwarded to the previous batch; -1 if not among them
     starts: list[int]  # [G + 1], where each group's rows begin among the F rows
     source_starts: list[int]  # [G + 1], where each group's rows begin among the rows that the previous batch writes
     held_starts: list[int]  # [G + 1], where each group's rows begin among the rows forwarded to the previous batch

@@ -26,8 +26,8 @@ _CHECKED_EVERY = 16  # steps between searches for rows that have left the cache
 class FoundRows(NamedTuple):
     """The rows of a batch's keys."""
 
-    rows: Positions  # int32 [U], the row of each unique key, or a negative number
-    unknown: Positions  # int32 [any], the out-of-vocabulary rows, in the order of the features' names for them
+    rows: Positions  # int32 [U], the row of each unique key; negative for a key without a row
+    unknown: Positions  # int32 [any], the out-of-vocabulary rows, in the order of their first use by a feature
     guests: GuestRows | None  # keeps rows that only this batch reads
 
 
@@ -66,7 +66,7 @@ class KeyedRows:
         Args:
             keys: The batch's unique keys, int64 [U].
             inverse: int32 [N], the position of each of the batch's keys among the unique keys; changed.
-            features: The keys of each feature, once for each micro-batch.
+            features: For each micro-batch in order, the keys of each feature.
             update: Whether the pass updates the tables, so that the batch may admit and evict keys.
             is_first: Whether all earlier batches are finished, and the table has all rows.
         """
@@ -129,12 +129,12 @@ class KeyedRows:
         self._leave(self._cache, left)
 
     def finish_read(self, guests: GuestRows | None) -> None:
-        """Finish a batch of a training pass that did not plan a step: its rows may be in the cache."""
+        """Finish a training batch that planned no step; the cache may still hold its temporary rows."""
         if self._cache is not None and guests is not None:
             self._leave(self._cache, guests.take())
 
     def _leave(self, cache: EmbeddingCache, left: Positions) -> None:
-        """Record rows that were for one batch alone; now and then, free rows that have left the cache."""
+        """Record rows that were for one batch alone; every 16th call, free rows that have left the cache."""
         if len(left):
             self._left.append(left)
         self._since += 1

@@ -93,7 +93,7 @@ class Waits:
         return []
 
     def count_fetched(self, batch: InFlight) -> None:
-        """Record that all rows were sent that need not wait for an update."""
+        """Record that all rows that need not wait for an update have been sent."""
 
     def unpin(self, batch: InFlight) -> None:
         """Allow the update of a batch, because its rows have been read for forwarding."""
@@ -103,7 +103,7 @@ class Waits:
         return None
 
     def end_first_update(self, shared: SharedRows) -> None:
-        """Record that these rows are updated."""
+        """Record that the rows for which the next batch waits are updated."""
 
     def end_update(self, batch: InFlight) -> None:
         """Record that the batch's update is finished."""

@@ -93,7 +93,7 @@ class Pipeline:
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """The exchange of training with other ranks; empty without other ranks."""
+        """The training passes' exchange with other ranks, in a list; empty without other ranks."""
         return [exchange for update, exchange in self._context.exchanges.items() if update]
 
     @contextmanager

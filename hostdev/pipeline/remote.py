@@ -37,7 +37,7 @@ def exchange_early(
     update: bool,
     overlapped: bool,
 ) -> EarlyRows:
-    """Send the requested rows that need not wait for an update to other ranks, and receive such rows from them.
+    """Exchange with other ranks those requested rows that need not wait for an update.
 
     Args:
         context: The pipeline's context.
@@ -80,7 +80,7 @@ def exchange_early(
 
 
 def _choose_shared(asked: Sequence[Asked], conflicts: Conflicts | None, before: InFlight | None) -> list[SelectedRows]:
-    """Return, for each group, the rows of the previous batch on this rank for which the next batch waits."""
+    """Return, for each group, this rank's rows of the previous batch for which the current batch waits."""
     found = []
     starts, positions = [0] * (len(asked) + 1), _NONE
     if before is not None:
@@ -112,7 +112,7 @@ def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]]
     if incoming.given is not None:
         with urgent(), context.timeline.span("exchange late rows", batch.planned.number):
             given = [[value.cpu().numpy() for value in group] for group in values]
-            # The early rows may still be in transit from their buffers to the device.
+            # Early rows may still be in transit from their buffers to the device, so late rows get other buffers.
             buffer = _make_buffer(batch.memory) if staging.copies else None
             places, late = context.exchanges[update].late_rows(incoming, asked, given, buffer)
         if staging.copies:
@@ -128,7 +128,7 @@ def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]]
 
 
 class Leaving(NamedTuple):
-    """A step's gradients after `send_gradients`."""
+    """The result of `send_gradients`: a step's gradients for this rank's rows, and those for other ranks."""
 
     gradients: Gradients | None  # gradients for updating this rank's rows now; None if the updater does this later
     outgoing: Outgoing | None  # gradients that the updater sends to the ranks with the rows; None if none are left

@@ -1,7 +1,7 @@
 """The results of the stages, in the stages' order; the results of the first stages are in `batch_ids`.
 
-A stage creates its result once and does not change earlier results, except that `release` empties the lists of rows.
-The state of a batch that threads share is `scheduling.in_flight.InFlight`.
+A stage creates its result once and does not change earlier results, except that `stages.update.release` empties the
+lists of rows. The state of a batch that threads share is `scheduling.in_flight.InFlight`.
 
 `Outcome` holds results of a step, such as a loss, which are copied to the host in the background.
 """
@@ -117,7 +117,7 @@ class SentBatch(NamedTuple):
     memory: PinnedBuffer
     early: EarlyRows | None
     inverses: list[Tensor]  # by group, int32 [N] on the device
-    device_ids: list[Tensor | None]  # by group, for tables on the device
+    device_ids: list[Tensor | None]  # by group: the ids for tables on the device, else None
     tensors: list[Tensor]  # the request's tensors, on the device
     sent: list[Tensor]  # all tensors in `inverses`, `device_ids` and `tensors`
     mark: Any  # the event after which these tensors are on the device

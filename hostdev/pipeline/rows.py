@@ -67,7 +67,7 @@ class BatchRows:
         self._table = table = embedding.table
         self._staging, self._memory = staging, memory
         self._places = places
-        self.passed = unique if plan is None else len(plan.passed)  # rows that bypass the cache
+        self.passed = unique if plan is None else len(plan.passed)  # number of rows that bypass the cache
         self._leaving = 0 if plan is None else len(plan.evicted)
         self._lookup, self._update = PartialCall(embedding.lookup), PartialCall(embedding.update)
         if plan is not None:
@@ -75,11 +75,11 @@ class BatchRows:
         optimizer = table.optimizer
         self._host = [
             memory.buffer(self.passed, table.fetched_width)
-        ]  # rows, then the admitted rows' block and per-row state
+        ]  # bypassing rows, then the admitted rows' block and per-row state
         if plan is not None:
             self._host.append(memory.buffer(len(plan.admitted), 1 + len(optimizer.slots), table.dim))
             self._host.append(memory.buffer(len(plan.admitted), len(optimizer.row_slots)))
-        self._sent = self._host  # the same tensors on the device
+        self._sent = self._host  # the tensors of `_host`, on the device once they are sent
         self._marks: list[Any] = [mark] if mark is not None else []  # events in the staging's stream
         self.step: TableStep | None = None
         self._received: list[Tensor | None] = []  # bypassing rows' gradients, evicted rows' block and per-row state
@@ -91,7 +91,7 @@ class BatchRows:
         return (subset, _NONE) if self._places is None else subset.split(self.passed)
 
     def fetch(self, subset: RowSubset, out: Sequence[Tensor] | None = None) -> list[Task]:
-        """Return tasks that look up rows into the memory that `send` copies, or one after the other into `out`.
+        """Return tasks that look up rows into the memory that `send` copies, or into `out` in the subset's order.
 
         `subset` selects from the bypassing ids followed by the admitted ids.
         """
@@ -257,7 +257,7 @@ class FetchedRows(NamedTuple):
     """A batch's rows of all tables on the host."""
 
     ids: ConcatenatedIds  # the rows that are read
-    groups: list[list[BatchRows]]  # by group, by table; `release` empties the lists
+    groups: list[list[BatchRows]]  # by group, by table; `stages.update.release` empties the lists
     forwarded: list[ForwardedRows | None]  # by group, the rows that the previous step forwards; empty if there are none
 
 

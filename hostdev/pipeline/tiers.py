@@ -18,7 +18,7 @@ from hostdev.host.disk.tier import Pinned, Tier
 from hostdev.kernels.arrays import AnyIds
 from hostdev.pipeline.batch_ids import Group, PlannedGroup, UniqueBatch
 
-_AHEAD = 3  # batches whose rows are read before their turn
+_AHEAD = 3  # number of batches whose rows are read before their turn
 
 
 class TableTier:
@@ -122,7 +122,7 @@ class PassPins:
         pinned = table.tier.try_pin(rows, change=change, reserve=not change)
         if pinned is None and self._is_used_before(table, number):
             return False
-        if pinned is None:  # nothing of this pass will leave the memory before the batch's turn
+        if pinned is None:  # no earlier batch will unpin rows: exceed the memory limit
             pinned = table.tier.try_pin(rows, change=change, exceed=True)
             assert pinned is not None
         with self._lock:

@@ -78,10 +78,10 @@ class Loop(Generic[Item]):
         self._number = 0  # the number of the last batch, or step, that was requested
         self._reading: Reading | None = None  # None before the first batch and after the last
         self._runtime, self._reader, self._batches = runtime, reader, batches
-        self._may_read: bool | None = None if read_ahead == 0 else True  # None: nothing is known of the loader
+        self._may_read: bool | None = None if read_ahead == 0 else True  # None: not determined
         if read_ahead is None and not background and not self._may_read_ahead():
             self._may_read, read_ahead = False, 0
-        number = None if read_ahead is None or read_ahead is True else read_ahead // reader.together  # of requests
+        number = None if read_ahead is None or read_ahead is True else read_ahead // reader.together  # in requests
         self._how: dict[str, Any] = {"background": background, "read_ahead": number}
         # If several ranks have the same samples, only one of them looks up the rows.
         self._batch = BodyBatch(runtime, asks=runtime.world.leads, flags=flags, features=features)
@@ -97,7 +97,7 @@ class Loop(Generic[Item]):
     def __iter__(self) -> "LoopStatement[Item]":
         """Return an iterator for one `for` statement; raise ValueError if the loop is over, as in a second epoch."""
         spent = False
-        with suppress(TypeError):  # the loader has no length
+        with suppress(TypeError):  # raised if the loader has no length
             spent = 0 < self.given == len(self)
         if self._ended or spent:
             raise ValueError(
@@ -114,7 +114,7 @@ class Loop(Generic[Item]):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last batch was yielded, and nothing is left to do after its body."""
+        """Whether the last batch was yielded, and nothing is left to do after its body. Always False in this class."""
         return False
 
     def __enter__(self) -> "Loop[Item]":
@@ -127,7 +127,7 @@ class Loop(Generic[Item]):
     def __len__(self) -> int:
         """Return the number of batches, or of steps with `by_step`; raise TypeError if the loader has no length."""
         if self._length is None:
-            batches = len(self._batches)  # type: ignore[arg-type]  # if it has no length, it says so
+            batches = len(self._batches)  # type: ignore[arg-type]  # raises TypeError if the loader has no length
             self._length = batches // (self._reader.together if self._by_step else 1)
         return self._length
 
@@ -199,10 +199,13 @@ class Loop(Generic[Item]):
         return self._reader.requests(reading)
 
     def _may_read_ahead(self) -> bool:
-        """Return whether the loader and the program's functions are known to have no random generators; warn if not."""
+        """Return whether the loader and the program's functions are known to have no random generators; warn if not.
+
+        If the pipeline does not read ahead, return True at once.
+        """
         if not reads_ahead(self._runtime.pipeline):
             return True
-        kept = self._runtime.loops.iterators.find(self._batches)  # of an earlier loop
+        kept = self._runtime.loops.iterators.find(self._batches)  # the iterator's record, from an earlier loop
         if kept is not None and kept.may_read_ahead is not None:
             return bool(kept.may_read_ahead)
         unknown = find_unknown(self._batches, self._reader.program)

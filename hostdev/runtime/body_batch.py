@@ -1,6 +1,6 @@
-"""The batch that a loop's body works on: takes it from the pipeline, and prepares its rows for the model.
+"""`BodyBatch` takes the batch that a loop's body works on from the pipeline, and prepares its rows for the model.
 
-`Step` has all micro-batches of a step, for callers that choose their order, such as pipeline stages.
+`Step` has all of a rank's micro-batches of a step, for callers that choose their order, such as pipeline stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class BodyBatch:
         self.leaves: list[list[RowParameter]] = []
         self.all_leaves: list[RowParameter] = []
         self.inverses: list[Tensor] = []
-        self._used: list[int] = []  # of each group's inverse, how many ids belong to batches that were yielded
+        self._used: list[int] = []  # for each group, the number of ids in batches that were yielded
         self.rows: list[Rows] = []
         self.reduction: Reduction | None = None
         self.cursor: Any = None

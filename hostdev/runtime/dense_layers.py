@@ -1,11 +1,11 @@
-"""Notices dense layers and tables of different steps: a module's state dict does not hold the tables.
+"""Warns of dense layers and tables that are of different steps, since a module's state dict does not hold the tables.
 
 While a runtime exists, these functions are wrapped:
 
-- `Module.state_dict` stamps the state of a module that the runtime's loops train with the tables' number of steps. The
-  stamp is in the state dict's metadata, which `torch.save` and `copy.deepcopy` keep, and not among its entries.
-- `Module.load_state_dict` compares the stamp. If a module has been trained since the tables were last loaded, a state
-  without a stamp must have the module's last values.
+- `Module.state_dict` adds a stamp to the state of a module that the runtime's loops train: the tables' number of steps.
+  The stamp is in the state dict's metadata, which `torch.save` and `copy.deepcopy` keep, and not among its entries.
+- `Module.load_state_dict` records the stamp, which is compared with the tables' number of steps. If a module has been
+  trained since the tables were last loaded, a state without a stamp must have the module's last values.
 - `AveragedModel.update_parameters` and the creation of an `SWALR` show that a program averages dense layers.
 - `Accelerator.load_state`, if accelerate is imported, shows that a program has restored states without stamps.
 
@@ -33,7 +33,7 @@ from hostdev.runtime.features import Table
 from hostdev.runtime.loss_scaling import Function, Replacement, TorchHooks
 from hostdev.runtime.table_optimizer import TableSettings
 
-_STAMP = "hostdev_tables"  # in the metadata of a state dict's root module
+_STAMP = "hostdev_tables"  # the stamp's key in the metadata of a state dict's root module
 _CURE = (
     "A module's state dict does not hold the tables: load those of the same checkpoint, too. runtime.save(path, "
     "extra=...) and runtime.load(path) keep both together, and so does Lightning's Trainer with plugins=[hostdev."
@@ -73,14 +73,14 @@ class DenseLayers:
     def __init__(self, tables: Mapping[str, Table], pipeline: Pipeline, settings: TableSettings) -> None:
         self.tables, self._pipeline, self._settings = tables, pipeline, settings
         self._loop: ReferenceType[Any] | None = None  # the open loop over `train`
-        self._taken = 0  # steps, those of the open loop included
+        self._taken = 0  # number of steps, including those of the open loop that the tables take later
         self.has_trained = False
         self._parameters: Any = WeakIdKeyDictionary()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._writes = 0  # number of the program's writes to the tables up to their last step or load
         self._is_stepped = False  # whether the tables took steps since they were created or loaded
         self._is_fresh = True  # whether the tables were neither stepped nor loaded, and the program was not warned
-        self._digest: bytes | None = None  # of the parameters after the last step, once a state dict replaces them
+        self._digest: bytes | None = None  # of the parameters after the last step, set before a state is loaded
         self._loaded: WeakKeyDictionary[Any, _Loaded] = WeakKeyDictionary()  # by module, optimizer or accelerator
         self._has_warned_of_averages = False
         _watch(self)
@@ -134,7 +134,7 @@ class DenseLayers:
                 del self._loaded[module]
 
     def require_same(self) -> None:
-        """Warn if a state dict has replaced the dense layers, and the tables were neither loaded nor written."""
+        """Warn if dense layers of another or an unknown step were loaded, and the tables neither loaded nor written."""
         if not self._loaded:
             return
         steps, found = self.steps, [one for one in self._loaded.values() if not one.settled]
@@ -151,7 +151,7 @@ class DenseLayers:
             warnings.warn(f"{wrong[-1].what}, but {are} at step {steps}. {_CURE}", stacklevel=3)
 
     def before_load(self, module: torch.nn.Module) -> None:
-        """Prepare for a state dict that replaces the parameters of a module."""
+        """Compute the digest of the parameters, before a state dict replaces those of a module."""
         if self._digest is None and self.trains(module):
             self._digest = self._get_digest()
 
@@ -232,7 +232,7 @@ def _stamp_states(original: Function) -> Function:
     @functools.wraps(original)
     def state_dict(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = original(module, *args, **kwargs)
-        if args or kwargs.get("destination") is not None:  # within the state of another module
+        if args or kwargs.get("destination") is not None:  # a part of another module's state
             return state
         root = getattr(state, "_metadata", {}).get(kwargs.get("prefix", "")[:-1])
         if root is None:
@@ -304,7 +304,7 @@ _hooks = TorchHooks(
 )
 
 
-_accelerate_hooks: list[TorchHooks] = []  # none before accelerate is imported
+_accelerate_hooks: list[TorchHooks] = []  # empty as long as accelerate is not imported
 
 
 def _watch_accelerate(original: Function) -> Function:

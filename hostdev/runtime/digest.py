@@ -45,8 +45,8 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, world: World = ALO
 
     The order is: tables by name, each with its number of steps, its weights, then its optimizer state by name; the
     dense parameters by name, each followed by its optimizer state by name; the network's persistent buffers by name.
-    `hostdev.core.digest` has the exact definition. The device and the memory layout of a table do not matter. Ranges of
-    rows that were not written since the last full checkpoint are not read, because their digests are known.
+    `hostdev.core.digest` has the exact definition. The device and the memory layout of a table do not matter. In a
+    single process, ranges of rows that were not written since a checkpoint are not read if their digests are known.
 
     Args:
         tables: The tables.

@@ -46,6 +46,7 @@ class EMA:
 
     Raises:
         UserError: There is not enough host memory.
+        ValueError: `decay` is out of range, or each step of the table's optimizer changes all rows.
     """
 
     def __init__(self, table: HostTable | DeviceTable, decay: float) -> None:
@@ -78,6 +79,7 @@ class EMA:
 
         Raises:
             UserError: An id is out of range; the average is unchanged. For other wrong ids see `HostTable.lookup`.
+            ValueError: `ids` are given, but this rank has only some of the table's rows.
         """
         if ids is None:
             read = self._read(None)
@@ -157,7 +159,7 @@ class EMA:
             array[...] = state[name].cpu().numpy()
 
     def _at(self, rows: AnyIds, step: int) -> npt.NDArray[np.float64]:
-        """Return the averages of rows [N] after `step` updates, float64 [N, D]; the rows have not changed since."""
+        """Return the averages of rows [N] after `step` updates, float64 [N, D]; their last update must not be later."""
         there = self._rows[rows].astype(np.float64)
         gone = np.power(self.decay, (step - self._last[rows]).astype(np.float64))[:, None]
         return there + gone * (self._average[rows].astype(np.float64) - there)

@@ -143,7 +143,7 @@ class FeatureIds(NamedTuple):
     samples: int
 
     def copy(self) -> "FeatureIds":
-        """Return a copy with its own memory."""
+        """Return a copy whose values and weights have their own memory."""
         weights = None if self.weights is None else self.weights.clone()
         return self._replace(values=self.values.copy(), weights=weights)
 
@@ -163,7 +163,7 @@ def read_ids(name: str, feature: Feature, given: FeatureInput, *, are_keys: bool
     """
     plain: Any = given.numpy() if type(given) is Tensor and given.dtype in _PLAIN and given.is_cpu else given
     is_plain = type(plain) is np.ndarray and plain.ndim == 1 and plain.dtype in (np.int32, np.int64)
-    if is_plain and feature.padding is None and not are_keys:  # the usual case, in a fifth of the time
+    if is_plain and feature.padding is None and not are_keys:  # a shortcut for the usual case: a fifth of the time
         return FeatureIds(np.ascontiguousarray(plain), None, None, plain.shape, len(plain))
     bag = _bag(name, given)
     values = _keys(name, bag.values) if are_keys else _integers(name, "ids", bag.values, feature.padding)
@@ -236,7 +236,7 @@ def _lengths(name: str, bag: Bag, values: npt.NDArray[Any]) -> npt.NDArray[np.in
 
 def _keys(name: str, given: Any) -> npt.NDArray[np.int64]:
     if isinstance(given, Tensor):
-        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # NumPy lacks some dtypes
+        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # NumPy lacks some of these
             raise TypeError(f"feature {name!r}: keys must be integers, not a Tensor of {given.dtype}")
         given = given.cpu().numpy() if given.numel() else np.empty(given.shape, np.int64)
     return to_keys(given, f"feature {name!r}: keys")
@@ -245,7 +245,7 @@ def _keys(name: str, given: Any) -> npt.NDArray[np.int64]:
 def _integers(name: str, what: str, given: Any, padding: int | None = None) -> npt.NDArray[Any]:
     """Return the given integers as an int32 or int64 array; raise TypeError for anything else."""
     if isinstance(given, Tensor):
-        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # NumPy lacks some dtypes
+        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # NumPy lacks some of these
             raise TypeError(f"feature {name!r}: {what} must be integers, not a Tensor of {given.dtype}")
         given = given.cpu().numpy() if given.numel() else np.empty(given.shape, np.int64)
     try:

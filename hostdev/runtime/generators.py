@@ -4,12 +4,13 @@
 global generators use separate random streams while a batch is read (see `random_streams`). A generator of the program,
 such as `numpy.random.default_rng(0)`, has no such streams: if the loader, `ids` or `send` draws from it, the order of
 the draws, and the state that a loop leaves, depend on how far ahead the loop reads. Therefore a loop reads ahead only
-if all three are known to have no random generator. This is known of containers of batches, torch's loaders, functions
-that use only data and other such functions, iterators from such functions with `yield` that have not begun, and objects
-that the program declares with `own_generators = False` or `read_ahead`. A function uses what it names: globals, in the
-program's modules their attributes, and of the program's classes what their methods name. The modules and classes of
-installed packages count as having none. A random generator that a function creates itself is no problem: if a loop is
-left, the batches that it has read ahead from an iterator are kept.
+if all three are known to have no random generator, or if the program sets `read_ahead`. This is known of containers of
+batches, torch's loaders, objects with `own_generators = False`, and functions that use only data and other such
+functions. It is also known of an iterator that such a function with `yield` has returned, if the iterator has not
+begun. A function uses the globals that its code names. Of the program's modules it uses the attributes that it names,
+and of the program's classes what their methods name. Modules and classes of installed packages count as having no
+random generators. A random generator that a function creates itself is no problem: if a loop is left, the batches that
+the loop has read ahead from an iterator are kept.
 """
 
 import ctypes
@@ -33,11 +34,11 @@ from torch.utils.data import DataLoader
 from hostdev.core import registry
 
 LOADER_STATES = "loader_states"  # the kind of `reading.LoaderStates` in the registry; its names are loaders' modules
-_MOST_OBJECTS = 2000  # maximum number of objects that are searched, and of items of a container
+_MOST_OBJECTS = 2000  # maximum number of objects that a search visits, including the items of containers
 _DATA = (types.NoneType, str, bytes, int, float, complex, range, np.generic, pathlib.PurePath)
 _CODE = (types.ModuleType, operator.itemgetter, operator.attrgetter, operator.methodcaller)
 _TORCH = (torch.Tensor, torch.dtype, torch.device)
-# Packages whose objects are data, or do not draw, except random generators.
+# Packages whose objects, other than random generators, are data or do not draw.
 _LIBRARIES = ("hostdev", "numpy", "pandas", "pyarrow", "polars", "datetime", "decimal", "logging", "re", "_thread")
 _INSTALLED = {"site-packages", "dist-packages"}  # names of folders of installed packages
 _CONTAINERS = (list, tuple, set, frozenset, deque)
@@ -75,7 +76,7 @@ def get_generators(device: torch.device) -> list[Generator]:
 
 
 def is_global(generator: Any) -> bool:
-    """Return whether a generator is a global one of the host; `from random import choice` uses Python's."""
+    """Return whether a generator is one of the host's global ones, such as that of `random.choice`."""
     if isinstance(generator, torch.Generator):
         return generator is torch.default_generator
     if isinstance(generator, np.random.RandomState):
@@ -246,7 +247,7 @@ def _find_in_loader(loader: Any, seen: set[int]) -> Any:
 
 
 def _is_plain(kind: type[DataLoader[Any]]) -> bool:
-    """Return whether a kind of loader is torch's own, or one of a framework that has registered its states."""
+    """Return whether a loader class iterates as torch's own, or its module has registered `LoaderStates`."""
     return kind.__iter__ is DataLoader.__iter__ or kind.__module__ in registry.names(LOADER_STATES)
 
 
@@ -261,7 +262,8 @@ def _find_in_dataset(dataset: Any, seen: set[int]) -> Any:
         return None
     if not _is_of(dataset, ("torch",)):
         return _find(dataset, seen)
-    parts = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])  # those of ConcatDataset, or of Subset
+    # A ConcatDataset has `datasets`, a Subset has `dataset`.
+    parts = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
     parts = parts.values() if isinstance(parts, dict) else parts
     return _first(_find_in_dataset(part, seen) for part in parts)
 
@@ -276,7 +278,8 @@ def _find(thing: Any, seen: set[int]) -> Any:
     if isinstance(thing, (*_DATA, *_CODE, *_TORCH, *_ITERATORS)) or _is_declared(thing) or id(thing) in seen:
         return None
     if isinstance(thing, _GENERATORS):
-        return None if is_global(thing) or isinstance(thing, random.SystemRandom) else thing  # the latter has no state
+        # A SystemRandom has no state that draws could change.
+        return None if is_global(thing) or isinstance(thing, random.SystemRandom) else thing
     if _is_of(thing, _LIBRARIES) or type(thing) is object:
         return None
     seen.add(id(thing))
@@ -287,10 +290,10 @@ def _find(thing: Any, seen: set[int]) -> Any:
 
 
 def _list_used(thing: Any) -> list[Any] | None:
-    """Return the objects that a function or a container uses; None for other objects."""
+    """Return the objects that a function, class, iterator or container uses; None if they are unknown."""
     if isinstance(thing, dict):
         return list(thing.values())
-    if isinstance(thing, torch.nn.Module):  # a module is called in the body; only its attributes matter here
+    if isinstance(thing, torch.nn.Module):  # a module is called in the body; only its own generators matter
         return [value for value in vars(thing).values() if isinstance(value, _GENERATORS)]
     if isinstance(thing, _CONTAINERS):
         return list(thing)
@@ -298,10 +301,10 @@ def _list_used(thing: Any) -> list[Any] | None:
         return _list_used_by_class(thing)
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, types.MethodType):  # the function of a compiled method, as those of NumPy, has no globals
+    if isinstance(thing, types.MethodType):  # the function of a compiled method, such as NumPy's, has no globals
         return [thing.__self__, *([thing.__func__] if isinstance(thing.__func__, types.FunctionType) else [])]
     if isinstance(thing, types.GeneratorType):
-        if inspect.getgeneratorstate(thing) != inspect.GEN_CREATED:  # it may hold anything by now
+        if inspect.getgeneratorstate(thing) != inspect.GEN_CREATED:  # an iterator that has begun may hold anything
             return None
         assert thing.gi_frame is not None
         return [*inspect.getgeneratorlocals(thing).values(), *_list_globals(thing.gi_code, thing.gi_frame.f_globals)]
@@ -318,7 +321,7 @@ def _list_used(thing: Any) -> list[Any] | None:
 
 
 def _list_used_by_class(kind: type[Any]) -> list[Any]:
-    """Return what a class of the program shares between its objects: random generators, and what its methods name."""
+    """Return the random generators among a class's own attributes, and the globals that its methods name."""
     shared = [value for base in kind.__mro__ if _is_of_program(base.__module__) for value in vars(base).values()]
     functions = [getattr(value, "__func__", getattr(value, "fget", value)) for value in shared]
     methods = [one for one in functions if isinstance(one, types.FunctionType)]
@@ -327,11 +330,11 @@ def _list_used_by_class(kind: type[Any]) -> list[Any]:
 
 
 def _list_globals(code: types.CodeType, globals_: dict[str, Any], modules: Iterable[Any] = ()) -> list[Any]:
-    """Return the globals that a function's code names, and what it names in these and other modules of the program."""
+    """Return the globals that a function's code names, and what it names in modules of the program."""
     names = {name for inner in _list_codes(code) for name in inner.co_names}
     found = [*modules, *(globals_[name] if name in globals_ else sys.modules.get(name) for name in names)]
     seen: set[int] = set()
-    for module in found:  # which grows: a module's attribute may be a module
+    for module in found:  # `found` grows meanwhile: a module's attribute may be a module
         if isinstance(module, types.ModuleType) and id(module) not in seen and _is_of_program(module.__name__):
             seen.add(id(module))
             found += [vars(module)[name] for name in names if name in vars(module)]

@@ -44,6 +44,7 @@ class RowsLoader(Generic[B]):
         length: Number of batches per epoch; None for `len(loader)`.
 
     Raises:
+        ValueError: `length` is not a number of batches, 1 or more.
         TypeError: The loader has no `len`, and no length is given. To find the last batch, a framework would read such
             a loader one batch ahead, and so would request each batch before the previous batch's step.
     """
@@ -78,7 +79,7 @@ class RowsLoader(Generic[B]):
         length, skip = len(self), self._skip
         self.close()
         self._begin()
-        is_iterator = iter(self._loader) is self._loader  # batches read beyond this epoch are kept for the next
+        is_iterator = iter(self._loader) is self._loader  # if so, batches read beyond this epoch are kept for the next
         loop = self._open(self._loader if is_iterator else _First(self._loader, length, skip))
         self._loop, self._given = loop, skip
         try:
@@ -228,6 +229,7 @@ class FrameworkLoaders:
 
         Raises:
             TypeError: The loader has no `len`, and no length is given.
+            ValueError: `length` is below 1 or, with an iterator, not a multiple of `accumulate`.
         """
         how = {"ids": ids, "send": send, "accumulate": accumulate, "read_ahead": read_ahead}
         made = TrainLoader[Any](

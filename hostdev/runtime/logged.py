@@ -1,6 +1,6 @@
 """`Runtime.log_to`: writes what a runtime knows about its own work to TensorBoard, MLflow, or another writer.
 
-`RuntimeFigures` has the measurements as scalars by tag; `TAGS` of docs/guides/tracking.md explains them.
+`RuntimeFigures` has the measurements as scalars by tag; docs/guides/tracking.md explains the tags.
 """
 
 import time
@@ -17,7 +17,7 @@ from hostdev.core.errors import in_words
 from hostdev.core.timeline import STAGES
 from hostdev.device.table import DeviceTable
 
-MOST_ROWS = 100_000  # per table, in a histogram
+MOST_ROWS = 100_000  # maximum number of rows per table in a histogram
 _PART_BYTES = 1 << 24  # of rows that are read at a time
 _METHODS = ("add_scalar", "add_histogram")
 
@@ -25,7 +25,7 @@ _METHODS = ("add_scalar", "add_histogram")
 class RuntimeFigures:
     """Speed, waits, op times, caches and exchange of a runtime.
 
-    Means are over the steps since the previous call of `scalars`; totals are since the runtime was created.
+    Means are over the steps since the last call of `scalars` or `restart`; totals are since the runtime was created.
 
     Args:
         runtime: A `Runtime`, untyped because its module imports this one.
@@ -108,7 +108,7 @@ def _choose(table: Any, most: int) -> npt.NDArray[Any]:
     count = table.rows
     at = np.arange(count) if count <= most else np.linspace(0, count - 1, most).astype(np.int64)
     found: npt.NDArray[Any] = table.rows_at(at)
-    return found.astype(np.int32) if count < 1 << 31 else found  # int32 as in training, whose kernels are compiled
+    return found.astype(np.int32) if count < 1 << 31 else found  # int32 as in training, to use its compiled kernels
 
 
 def _read(table: Any, ids: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Lookups of one batch of ids in the caller's thread, without a pipeline; and of only some features, in any loop."""
+"""Lookups of one batch of ids in the caller's thread, without a pipeline; and lookups of only some features."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -61,7 +61,8 @@ class _Group:
     def __init__(self, group: GroupSpec, given: Sequence[npt.NDArray[Any]], device: torch.device) -> None:
         ids = given[0] if len(given) == 1 else np.concatenate(given)
         unknown = list(zip(map(len, given), group.unknown, strict=False))
-        ids, self._guests = group.tables[0].find_ids(ids, unknown)  # temporary rows stay while this object exists
+        # Keys without a row may get temporary rows, which last as long as `_guests`.
+        ids, self._guests = group.tables[0].find_ids(ids, unknown)
         self._device, self._features = device, group.features
         self._edges = list(accumulate(map(len, given), initial=0))
         self._inverse: npt.NDArray[np.int32] | None = None  # None: the rows are in the order of the ids

@@ -130,7 +130,7 @@ class TrainLoop(Loop[Item]):
         self._pass = self._open_pass()
 
     def replan(self) -> None:
-        """Before the next batch, plan all batches again that were planned ahead for tables by key."""
+        """If there are tables by key, plan all prefetched batches again before the next batch is taken."""
         self._must_replan = bool(self._keyed)
 
     def suspend(self, table: Table) -> None:
@@ -267,7 +267,7 @@ class TrainLoop(Loop[Item]):
 
 def _takes_step(step_batch: StepBatch, gradients: Gradients, group: int) -> bool:
     """Return whether the table by key of a group takes the step that was planned for it; True if none was planned."""
-    stepped = gradients.parts or gradients.grads  # the former with other ranks
+    stepped = gradients.parts or gradients.grads  # `parts` with other ranks
     return not step_batch.groups[group].planned.plans_keys or stepped[group][0] is not None
 
 
@@ -334,7 +334,7 @@ def _make_outcome(batch: BodyBatch, step_batch: StepBatch, flags: Flags, staging
 AnyTrainLoop: TypeAlias = TrainLoop[Any]  # with batches of any type
 AnyPredictLoop: TypeAlias = PredictLoop[Any]
 
-trained: WeakKeyDictionary[Table, ReferenceType[AnyTrainLoop]] = WeakKeyDictionary()  # the open loop of each table
+trained: WeakKeyDictionary[Table, ReferenceType[AnyTrainLoop]] = WeakKeyDictionary()  # the loop that trains each table
 
 
 def trained_by(table: Table) -> AnyTrainLoop | None:

@@ -19,7 +19,7 @@ from hostdev.distributed.world import World
 from hostdev.runtime.body_batch import BodyBatch
 
 Function = Callable[..., Any]  # a torch function, of any signature
-_MOST_SCALES = 64  # values kept for each scaler; only those of the current batch matter
+_MOST_SCALES = 64  # maximum number of scales kept for each scaler; only those of the current batch matter
 
 
 class Replacement(NamedTuple):
@@ -27,7 +27,7 @@ class Replacement(NamedTuple):
 
     Attributes:
         owner: The module or class that has the function.
-        name: The function's name there.
+        name: The function's name in `owner`.
         wrap: Takes the function and returns its replacement.
         purpose: What hostdev cannot see without the replacement, for the error message.
     """
@@ -135,7 +135,7 @@ class LossScaling:
         self._by_optimizer = False
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
-        """Divide the rows' gradients by the scale, unless this was done before.
+        """Divide the rows' gradients by the scale if `scaler` has scaled the losses and this was not done before.
 
         Returns:
             A flag for each device, a float32 scalar: 0 if all divided gradients are finite, else 1. There are no flags
@@ -215,7 +215,7 @@ class _Origin:
 
     def __init__(self, *, plain: bool) -> None:
         self._plain, self.has_scaled = plain, False
-        self._inside = 0  # running backward passes of scaled losses
+        self._inside = 0  # number of running backward passes of scaled losses
 
     def expect(self, losses: Any) -> None:
         """Watch for backward passes from these tensors."""
@@ -241,7 +241,7 @@ class _Origin:
 
     def _enter(self, _: Tensor) -> None:
         self._inside += 1
-        torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # at the end of this backward pass
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # runs at the end of this backward pass
 
     def _leave(self) -> None:
         self._inside -= 1

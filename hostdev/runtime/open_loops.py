@@ -1,6 +1,6 @@
-"""A runtime's open loops, the record of which loop trains which table, and access to tables meanwhile.
+"""A runtime's open loops, the record of which loop trains which table, and checks of the program's access to tables.
 
-`Access`, a `core.tables.Owner`, is called before the program reads or writes a table.
+While a loop is open, tables call `Access`, a `core.tables.Owner`, before the program reads or writes them.
 """
 
 import os
@@ -27,7 +27,9 @@ from hostdev.runtime.table_optimizer import TableOptimizer, TableSettings
 
 
 class Access:
-    """Applies an open loop's finished steps to a table before each use, and checks the use; it keeps no runtime alive.
+    """Applies an open loop's finished steps to a table before the program reads or writes it, or raises ValueError.
+
+    The object does not keep its runtime alive.
 
     Args:
         runtime: A `Runtime`, untyped because its module imports this one.
@@ -113,11 +115,11 @@ class LeftGradients:
     """
 
     def __init__(self, tables: Iterable[Table]) -> None:
-        self._tables = WeakSet(tables)  # weak, since they hold this object
-        self._step = 0  # the number of the step in its loop, from 1; 0 if nothing was left
+        self._tables = WeakSet(tables)  # weak, since the tables refer to this object
+        self._step = 0  # the step whose gradients were left, counted from 1 in its loop; 0 if there is none
 
     def note(self, step: int) -> None:
-        """Record that a loop was left with gradients of the rows of this step."""
+        """Record that a loop was left in this step, whose rows have gradients."""
         self.forget()
         self._step = step
         for table in self._tables:
@@ -181,22 +183,22 @@ class Loops:
         self.left = LeftGradients(self._tables.values())
         self.dense = DenseLayers(self._tables, pipeline, settings)
         self.iterators = Iterators()
-        self.cursor: Any = None  # the program's position after the last batch that is done, or a checkpoint's
+        self.cursor: Any = None  # see `Runtime.cursor`
         self.predicting = 0  # number of open loops over `predict`
-        self._predict_loops: WeakSet[AnyPredictLoop] = WeakSet()  # open loops, and some that are over
-        self._open: ReferenceType[AnyTrainLoop] | None = None  # weak, so that a loop ends when nothing refers to it
-        self._late: BaseException | None = None  # the error of a deleted loop
+        self._predict_loops: WeakSet[AnyPredictLoop] = WeakSet()  # all open loops over `predict`; ended ones may remain
+        self._open: ReferenceType[AnyTrainLoop] | None = None  # weak, so that a loop ends when the program drops it
+        self._late: BaseException | None = None  # the error of a deleted loop, until it is raised
         self._logs: list[RuntimeLog] = []
-        self.warned_of: set[str] = set()  # the classes of objects because of which loops do not read ahead
+        self.warned_of: set[str] = set()  # names of classes that a warning gave as the reason for not reading ahead
 
     @property
     def training(self) -> AnyTrainLoop | None:
-        """The open loop over `train`."""
+        """The open loop over `train`, or None."""
         return self._open() if self._open is not None else None
 
     @property
     def place(self) -> Place | None:
-        """The open training loop's position in its batches; if none is open, that of the last loop over an iterator."""
+        """The open training loop's position; without one, that of the last training loop over an iterator."""
         loop = self.training
         return self.iterators.place if loop is None else loop.place
 
@@ -227,7 +229,7 @@ class Loops:
             self._late = RuntimeError(f"{type(error).__name__}: {error}")
 
     def raise_late(self) -> None:
-        """Raise the error, if any, of a loop that failed after it was left; warn of gradients that it has left."""
+        """Warn of gradients that a loop left without a step; raise the error of a loop that failed after being left."""
         self.left.report()
         error, self._late = self._late, None
         if isinstance(error, HostdevError):
@@ -256,12 +258,12 @@ class Loops:
             table.add_owner(self._access)
 
     def add_log(self, log: RuntimeLog) -> None:
-        """Write the figures of later steps to this log, too."""
+        """Add a log, to which the figures of later steps are written."""
         log.begin(self._pipeline.steps)
         self._logs.append(log)
 
     def count_step(self, runtime: Any, samples: int) -> None:
-        """Count a step of the tables for the logs, and for the dense layers that belong to it."""
+        """Count a step of the tables, for the logs and for the record of the dense layers."""
         self.dense.note_step()
         for log in list(self._logs):
             if not log.step(runtime, samples):
@@ -317,7 +319,7 @@ class Loops:
         self.raise_late()
 
     def close(self) -> None:
-        """End all open loops, and release the tables."""
+        """End all open loops, and forget the iterators that they have read."""
         for loop in [self.training, *self._predict_loops]:
             if loop is not None:
                 loop.close()

@@ -1,4 +1,4 @@
-"""Checks before a runtime's tables are made: they fit the device, ranks, caches and memory, and are equal on all ranks.
+"""Checks that a new runtime's tables fit its device, ranks, caches and memory, and that all ranks have equal settings.
 
 The host memory that training needs for its tables is estimated by purpose, before it is allocated. The memory of the
 program itself, of dense layers and of evaluations does not grow with the tables, and is not counted.
@@ -33,7 +33,7 @@ from hostdev.runtime.spec import CacheSpec
 
 _USE_BYTES = 24  # per occurrence of an id: the id, its unique id, and the position of the unique id
 _SAVED_KEY_BYTES = 25  # per row of a table by key while a checkpoint is saved: copies of the keys, and their order
-COUNTS = "counts of uses"  # `CacheSpec.counts`, which the program has already allocated
+COUNTS = "counts of uses"  # names the memory of `CacheSpec.counts`, which the program has already allocated
 _MARKS = 3  # bitmaps of rows while a checkpoint is saved: rows to save, not yet read, and written since
 CacheSize = int | str | CacheSpec
 
@@ -140,7 +140,7 @@ def _describe_feature(one: FeatureBinding, groups: Sequence[GroupSpec]) -> str:
 class GroupSize(NamedTuple):
     """The size of tables that are looked up with the same ids."""
 
-    rows: int  # V, on this rank
+    rows: int  # V, the number of rows on this rank
     tables: Sequence[TableShape]
     on_host: bool
     cache: CacheSpec | None = None
@@ -321,7 +321,7 @@ def require_parts(groups: list[GroupSpec], world: World) -> None:
 
 
 def agree_on_capacity(groups: list[GroupSpec], world: World) -> None:
-    """Set the capacity of tables by key that were created without one to the smallest of the ranks' defaults."""
+    """Limit each table by key that was created without a capacity to the smallest capacity that a rank has for it."""
     tables: list[Any] = [table for group in groups for table in group.tables]
     mine = {table.name: table.capacity for table in tables}
     least = take_least(mine, world.control.share(mine))
@@ -344,6 +344,6 @@ def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: 
         for group, spec in zip(groups, specs, strict=True)
     ]
     beside = kept(sizes, depth=depth, slots_on_host=not is_accelerator(device))
-    for name in ("tables", "directories of keys"):  # they exist, or the table has checked them
+    for name in ("tables", "directories of keys"):  # these are allocated, or their table has checked that they fit
         beside.pop(name, None)
     require(beside, free_with_counts(beside))

@@ -47,8 +47,8 @@ _ahead = _Ahead()
 def reading_ahead() -> Iterator[None]:
     """Flag, for this thread within the block, that user code runs ahead of a training loop's body.
 
-    How far ahead the loader, and the callables `ids` and `send`, run depends on the pipeline's depth and the cache; the
-    values that they read from a table would then depend on them, too. Tables therefore refuse reads and writes while
+    How far ahead the loader, `ids` and `send` run depends on the pipeline's depth and the cache, and so would the
+    values that they read from a table. The tables of an open loop over `train` therefore refuse reads and writes while
     the flag is set.
     """
     before, _ahead.is_set = _ahead.is_set, True
@@ -196,7 +196,7 @@ class ReadAhead:
         self.source = source
         self.streams: RandomStreams | None = None  # random streams of the last loop over the iterator
         self.states: list[Any] = []  # the `reading.LoaderStates` of the kept batches
-        self.may_read_ahead: bool | None = None  # whether it is known to have no random generators; None: unknown
+        self.may_read_ahead: bool | None = None  # whether the iterator may be read ahead; None if not yet determined
         self._kept: deque[Any] = deque()
         self._readers = 0
         self._reading = threading.Lock()  # an earlier reader may still run the loader's code
@@ -255,7 +255,7 @@ class Iterators:
         return found
 
     def find(self, source: Any) -> ReadAhead | None:
-        """Return an iterator's record, if an earlier loop has read it."""
+        """Return an iterator's record, or None if no earlier loop has read the iterator."""
         return next((one for one in self._held if one.source is source), None)
 
     def remove(self, ahead: ReadAhead) -> None:
@@ -318,7 +318,7 @@ class Reading:
         source = iter(batches)
         self.kept = kept = keep(source) if source is batches else None
         self._streams: RandomStreams | None = None
-        self._in_flight: InFlightMemory | None = None  # None: a batch is read after the previous one was yielded
+        self._in_flight: InFlightMemory | None = None  # None if no batch is read ahead of the body
         self._drew: deque[Sequence[str]] = deque()  # for each prefetched batch, the global generators that it drew from
         self._source = source if kept is None else kept.batches()
         self._states = [] if kept is None else kept.states
@@ -374,7 +374,8 @@ class Reading:
         """Read the next batch; the loader, and the `with` block, draw from the batch's own random streams."""
         streams = self._streams
         position = 0 if streams is None else streams.start + number
-        is_first = streams is not None and streams.is_new and not number  # draws as a plain torch loop does
+        # The first `next` of a new sequence draws from the global generators, as in a plain torch loop.
+        is_first = streams is not None and streams.is_new and not number
         with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not read ahead
             held = self._next() if is_first else []
             if is_first and not held:

@@ -104,8 +104,8 @@ class Reduction:
         self._next = 0  # number of the next micro-batch in the step
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
-        self.in_two = False  # whether rows' gradients are sent in two parts; all ranks know which rows go first
-        self.parts: list[list[Tensor] | None] = []  # with ranks, for each leaf: gradients of this rank's nodes, or None
+        self.in_two = False  # whether rows' gradients are sent in two parts, as all ranks know which rows go first
+        self.parts: list[list[Tensor] | None] = []  # by leaf, gradients of this rank's nodes; None if no rank has any
 
     def has_sums(self, *, reduced: bool) -> bool:
         """Return whether the rows have the gradients of the whole step; with other ranks, always False.
@@ -125,7 +125,7 @@ class Reduction:
 
     @property
     def has_rows(self) -> bool:
-        """Whether any table's rows have gradients, on any rank."""
+        """Whether any table's rows have gradients on any rank; False if this process computes all micro-batches."""
         return any(part is not None for part in self.parts)
 
     def add(self, parameters: Iterable[Tensor], values: Tensor | None) -> Tensor | None:
@@ -143,12 +143,12 @@ class Reduction:
         return self._add_dense(given)
 
     def _add_dense(self, given: Sequence[Tensor]) -> Tensor | None:
-        """Add a micro-batch's gradients of the parameters; after the last one, return the values of all."""
+        """Add a micro-batch's gradients of the parameters; after the last one, set the sums and return all values."""
         self._dense.put(Node(self._next, 1, take_grads(given)))
         self._next += 1
         if self._next < self.count:
             return None
-        # Missing gradients are left out here, but ranks send zeros, which turn -0 into 0: so 0.0 is added here, too.
+        # Ranks send zeros for missing gradients, which turn -0 into 0. Adding 0.0 gives the same bits in one process.
         for leaf, total in zip(self._leaves, self._rows.total() or (), strict=False):
             leaf.rows.grad = None if total is None else total.add_(0.0)
         for parameter, total in zip(given, self._dense.total() or (), strict=False):
@@ -220,7 +220,7 @@ class RankReduction(Reduction):
         return self._exchanged(self._ranks, dense, dense.put_nodes(nodes))
 
     def _add_dense(self, given: Sequence[Tensor]) -> Tensor | None:
-        """Sum the parameters' gradients over all ranks, and prepare the rows' gradients for sending."""
+        """Take a micro-batch's gradients of the parameters; after the last one, sum over all ranks."""
         trained = [one for one in given if one.requires_grad]
         if self._exchange.is_of_all and self._exchange.is_new(trained):
             self._ranks.agree("parameters", "the first rows.reduce()", placement.get_parameters(trained))
@@ -255,7 +255,7 @@ class RankReduction(Reduction):
         pairs = [pair for node in rows for pair in zip(node.value or (), self._leaves, strict=False)]
         found = [(part, leaf.table) for part, leaf in pairs if part is not None]
         flag = self._flags.stop
-        if found:  # the sums show whether the dense gradients are finite
+        if found:  # dense gradients are not checked here: one that is not finite shows in its sum
             parts, tables = zip(*found, strict=True)
             self._flags.check(parts, tables, self._losses)
         self.parts = [

@@ -94,7 +94,7 @@ class Reader:
         together: Number of batches in a step.
         whole: Whether it is an error if the last step has fewer batches, as with micro-batches.
         asks: Whether to look up the rows; otherwise another rank looks them up for the same samples.
-        cursor: Called with a batch; returns the program's position after it. None if it has none.
+        cursor: Called with a batch; returns the program's position after it. None if the program gives no position.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Replay(Iterator[Request]):
             return request
 
     def take(self) -> None:
-        """Forget the first request that is kept, because its batch was taken."""
+        """Forget the oldest kept request, whose batch was taken."""
         with self._changing:
             self._read.popleft()
 

@@ -70,7 +70,10 @@ class RowParameter:
         return self.rows.requires_grad
 
     def grads(self) -> list[Tensor]:
-        """Return a list with the gradient, in the order of the rows or of the ids; empty without a gradient."""
+        """Return a list with the gradient, or an empty list if there is none.
+
+        The gradient is in the order of the ids once `parameter` was called, and before that in the order of the rows.
+        """
         held = self.rows if self._parameter is None else self._parameter
         return [] if held.grad is None else [held.grad]
 
@@ -80,7 +83,7 @@ class RowParameter:
         grad, held.grad = held.grad, None
         if grad is None:
             return None
-        grad = grad.detach().contiguous()  # the program may have assigned it
+        grad = grad.detach().contiguous()  # the program may have assigned any tensor of this shape
         return grad if self._order is None or self._parameter is None else self._order.in_rows(grad)
 
     def drop_grad(self) -> None:

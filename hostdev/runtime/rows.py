@@ -117,10 +117,11 @@ class Rows(FeatureRows):
         self._step_batch, self._staging, self._flags, self._due = step_batch, staging, flags, due
         self._losses = losses  # for each loss on which `backward` was called: 0 if it is finite, else NaN
         self._reduction = reduction  # sums over a step's micro-batches
-        self._has_others = shares_rows or reduction is not None  # whether other batches of the step may use some rows
+        # Whether some of the unique rows may be used only by other batches of the step.
+        self._has_others = shares_rows or reduction is not None
         self.reduced = False
         self._uses, self._leaves = uses, leaves
-        self._order = order  # for each table, in the order of the features: its group, and its index there
+        self._order = order  # for each table, in the order of the features: its group, and its index in the group
         self._unique: dict[str, Tensor] = {}
         self.guarded: tuple[Tensor, Outcome] | None = None  # set by `guard`: the device's flag, and the outcome
 
@@ -267,11 +268,11 @@ class Rows(FeatureRows):
         return self._step_batch.position
 
     def let_go(self) -> None:
-        """Release the rows by feature, once their gradients have been taken."""
+        """Release the rows of the features; called after their gradients were taken."""
         self._values, self._unique = {}, {}
 
     def end(self) -> None:
-        """Release everything when the loop continues."""
+        """Release everything; called when the loop continues."""
         self.over = True
         self._leaves, self._uses, self._values, self._unique, self._order = [], [], {}, {}, []
         self.guarded = self._reduction = None

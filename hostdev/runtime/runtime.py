@@ -150,7 +150,7 @@ class Runtime(Logged, FrameworkLoaders):
         """The result of `train`'s `cursor` for the last batch that is done, or the cursor of a loaded checkpoint.
 
         A batch is done when its step is in the tables, or the loop continued without a step. Batches that are only read
-        ahead are not. None if no loop had a `cursor`. With other ranks, rank 0's is saved.
+        ahead are not done. None if no loop had a `cursor`. With other ranks, `save` saves rank 0's cursor.
         """
         self.require_open()
         return self.loops.cursor
@@ -166,7 +166,10 @@ class Runtime(Logged, FrameworkLoaders):
         return [group.cache for group in groups if group.is_cached]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return bytes sent in training: "rows", "least" (minimum for "rows"), "dense", "network" (to other hosts)."""
+        """Return bytes sent in training: "rows", "least" (minimum for "rows"), "dense", "network" (to other hosts).
+
+        Without other ranks, the dict is empty.
+        """
         dense, sent = self.dense_channel, {}
         for exchange in self.pipeline.exchanges:
             network = exchange.network_bytes + dense.network_bytes
@@ -222,10 +225,10 @@ class Runtime(Logged, FrameworkLoaders):
         themselves.
 
         A table is updated only if its rows received a gradient. A step without `backward` is skipped and changes
-        nothing. Without a dense optimizer, a batch's step is taken when the loop goes on, or by `optimizer.step()`.
-        After a `break` or an error the loop is over, and the tables contain all finished steps; gradients
-        without a step are dropped, and the next use of the tables warns. The next loop over the same iterator, such
-        as a generator, replays the unused batches first.
+        nothing. Without a dense optimizer, a batch's step is taken when the loop goes on, or by
+        `runtime.optimizer.step()`. After a `break` or an error the loop is over, and the tables contain all finished
+        steps; gradients without a step are dropped, and the next use of the tables warns. The next loop over the same
+        iterator, such as a generator, replays the unused batches first.
 
         Args:
             batches: A DataLoader or another iterable. It is read ahead of the body, in the loop's thread, each time
@@ -249,8 +252,9 @@ class Runtime(Logged, FrameworkLoaders):
             read_ahead: Maximum number of batches to read ahead of the body, or True for `depth` steps, plus the window
                 of a cache that looks ahead or of a table on disk; a step has `accumulate` or `micro_batches` batches. 0
                 reads a step's batches when the loop goes on to that step. None means True if the loader, `ids` and
-                `send` are known to have no random generators of their own: lists, torch's loaders, functions that use
-                only data, also with `yield`, and objects that declare `own_generators = False`; else 0, with a warning.
+                `send` are known to have no random generators of their own: lists, torch's loaders, functions (also
+                with `yield`) that use only data, and objects that declare `own_generators = False`. Otherwise it
+                means 0, with a warning.
             background: Read batches in another thread. The loader, `ids` and `send` must then not draw from random
                 number generators, write to memory that they have returned, or share objects with the body.
 
@@ -392,7 +396,7 @@ class Runtime(Logged, FrameworkLoaders):
         """Save a checkpoint of all tables, with optimizer state and steps (docs/internals/checkpoint-format.md).
 
         Within a loop, the checkpoint includes the body's batch if the dense optimizer has stepped with it; the loop
-        keeps its prefetched batches. It also has the `cursor`. The checkpoint is full or, in a folder that has
+        keeps its prefetched batches. The checkpoint also has the `cursor`. It is full or, in a folder that has
         checkpoints of this runtime, incremental, with only the rows written since the last one. Training may continue
         while it is written.
 
@@ -428,7 +432,7 @@ class Runtime(Logged, FrameworkLoaders):
         checkpoint is damaged, the previous one is loaded with a warning.
 
         Args:
-            path: A checkpoint, or a folder of checkpoints, here or in a store.
+            path: A checkpoint, or a folder of checkpoints, on disk or in a store.
             strict: False loads only the tables that both the checkpoint and the runtime have, with the checkpoint's
                 steps, learning rates and seeds. A table may have more rows than in the checkpoint; the additional rows
                 keep their values. Warnings name everything that is not loaded. The next checkpoint is full.

@@ -95,7 +95,9 @@ class Feature:
             with a name for each column of ids [B, k]. Features and columns with the same name share this row.
 
     Raises:
-        ValueError: The pooling or dtype is unknown, the padding is not an integer, or there is no table.
+        TypeError: `unknown` is neither a name nor a tuple of names.
+        ValueError: The pooling or dtype is unknown, the padding is not an integer, there is no table, or a padding is
+            given with several names in `unknown`.
     """
 
     tables: Any  # table objects for a `Runtime`, names in a model

@@ -61,7 +61,7 @@ class TableSettings:
         return before
 
 
-# Settings of torch's optimizers, each with the values that a group may have because they have no effect.
+# Settings of torch's optimizers that tables ignore, each with the values that a group may have: they change nothing.
 _SETTINGS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("weight_decay", "momentum", "dampening", "lr_decay"), (0,)),
     **dict.fromkeys(("maximize", "amsgrad", "centered"), (False,)),

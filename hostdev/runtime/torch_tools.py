@@ -6,10 +6,10 @@ parameters are the batch's rows, or leave it out. Therefore, while a loop is ope
 the loop's thread; afterwards it restores torch's own functions:
 
 - `GradScaler.scale`: the scale of the loss is recorded.
-- `GradScaler.unscale_`, and the check of fused optimizers: the gradients of the rows are divided, too, and the scaler
-  skips the step if one of them is not finite.
-- The function that groups gradients for torch.nn.utils's clipping functions: if the gradients have changed in place by
-  its next call, or by the optimizer's step, they were clipped, and the user is warned if the rows were left out.
+- `GradScaler.unscale_`, and the check of fused optimizers: the gradients of the rows are divided together with those of
+  the optimizer, and the scaler skips the step if a gradient of the rows is not finite.
+- The function that groups gradients for torch.nn.utils's clipping functions: gradients that it gets, and that have
+  changed in place by the next watched call, were clipped. The user is warned if the rows' gradients were left out.
 - `clip_grad_norm_` and `clip_grad_value_` of torch.nn.utils, only while the loop of a `train_loader` is open: a trainer
   clips the parameters of its optimizers, and the batch's rows are added to them, once per step.
 - `backward`: a loss that is not finite is detected.
@@ -82,7 +82,7 @@ def _require_grouping() -> None:
 
 
 class _Probed(threading.local):
-    """The gradient of `_require_grouping`, and how often it was seen."""
+    """The gradient that `_require_grouping` clips in this thread, and how often the grouping function got it."""
 
     grad: Tensor | None = None
     count = 0
@@ -125,9 +125,10 @@ def _watch_grouping(original: Function) -> Function:
 
 
 def _note_group(gradients: list[Tensor]) -> None:
-    """Note gradients that may be clipped next, unless they include those of the rows of a loop in this thread.
+    """Note gradients that may be clipped next without the gradients of the rows.
 
-    The rows of one loop suffice, since other loops may belong to other models.
+    Nothing is noted if the rows have no gradients, or if those of one loop in this thread are included: other loops may
+    belong to other models.
     """
     watchers = _note_clips()
     clips_rows = [watcher.clips_rows(gradients) for watcher in watchers]
@@ -137,7 +138,7 @@ def _note_group(gradients: list[Tensor]) -> None:
 
 
 def _note_clips() -> list[TrainWatcher]:
-    """Before something else changes gradients, note whether they were clipped; return this thread's watchers."""
+    """Note whether expected clips have happened, before other calls change gradients; return this thread's watchers."""
     watchers = _list_own()
     for watcher in watchers:
         watcher.note_clip()

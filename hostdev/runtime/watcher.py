@@ -62,7 +62,7 @@ class TrainWatcher:
 
     def forget_gradients(self) -> None:
         """Drop the gradients of the batch's rows, unless an optimizer has stepped with them."""
-        if self.steps.stepped:  # `zero_grad` at the end of a body does not undo a dense step, either
+        if self.steps.stepped:  # as in torch, `zero_grad` after a step does not undo the step
             return
         for leaf in self._batch.all_leaves:
             leaf.drop_grad()
@@ -146,7 +146,7 @@ class TrainWatcher:
         return self._batch.rows[-1].parameters()
 
     def expect_clip(self, gradients: Sequence[Tensor]) -> None:
-        """Watch gradients without the rows' gradients, which torch's clipping functions may change in place."""
+        """Watch gradients, none of them those of the rows, that torch's clipping functions may change in place."""
         self._grouped = [(gradient, gradient._version) for gradient in gradients]
 
     def note_clip(self) -> None:
@@ -203,7 +203,8 @@ class DenseSteps:
         """Count the batch; raise ValueError if only some batches of the loop have an optimizer step.
 
         Args:
-            is_last: Whether the loop is left. A loop without a dense optimizer then needs `Runtime.optimizer`'s step.
+            is_last: Whether the loop is left after this batch. It may then have a step of `Runtime.optimizer` alone,
+                although earlier batches had no optimizer step.
         """
         if is_last and self.stepped and not self._by_dense:
             return

@@ -1,4 +1,4 @@
-"""Create the model, its tables' places, caches and device that the options describe; shared by commands.
+"""Create the model, tables, caches and device that the options of a run describe; used by several commands.
 
 The rows of frozen columns, whose embeddings do not change, get gradients of 0.
 """
@@ -71,7 +71,7 @@ def require_kind(settings: TrainConfig, schema: Schema) -> None:
 
 
 def set_keys(model: Model, settings: TrainConfig) -> None:
-    """Make a model's tables tables by key, if the options of a `TrainConfig` say so.
+    """Turn a model's tables into tables by key, if the options of a `TrainConfig` say so.
 
     All tables have the same keys, and share the memory that --capacity gives.
     """
@@ -118,7 +118,7 @@ def _find_eviction(settings: TrainConfig) -> Eviction | None:
 
 
 def _find_capacity(model: Model, settings: TrainConfig) -> int:
-    """Return how many keys fit into 80% of this process's free memory, with all memory that each key takes."""
+    """Return how many keys fit into 80% of this process's free memory, with their caches and copies."""
     cache = None
     if settings.cache_policy is not None and settings.cache_rows is not None:
         cache = CacheSpec(settings.cache_rows, settings.cache_policy, settings.cache_window or 0)
@@ -233,7 +233,7 @@ def group_features(model: Model) -> dict[str, list[str]]:
 
 
 def groups_of(model: Model) -> list[list[str]]:
-    """Return the tables' names, grouped as in `Runtime`: all tables of a group are looked up by the same features."""
+    """Return tables' names by group, as in `Runtime`: those by row with equal features and row counts or one by key."""
     groups: dict[Any, list[str]] = {}
     for table, features in group_features(model).items():
         if not features:
@@ -253,7 +253,8 @@ def ids_of(model: Model, batch: Batch, table: str) -> npt.NDArray[Any]:
 def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader) -> npt.NDArray[np.int64] | None:
     """Return how often the training samples use each row, int64 [V], according to the vocabulary.
 
-    Return None if the data has no vocabulary, or if the model has several groups of tables.
+    Return None if the data has no vocabulary, if the model has several groups of tables, or if a table's number of rows
+    is not the data's number of ids.
     """
     groups = groups_of(model)
     if len(groups) > 1 or model.tables[groups[0][0]].rows != found.schema.rows or found.vocabulary is None:
@@ -326,7 +327,7 @@ def warm_up_kernels(
     """
     specs = model.tables.values()
     by_key = any(spec.keys is not None for spec in specs)
-    # int32 for slot numbers, for row numbers of tables by key, and for frames
+    # int32 for slots of the cache, for row numbers of tables by key, and for frames of tables on disk
     on_disk = any(spec.disk is not None for spec in specs)
     row_dtype = np.dtype(np.int32 if by_key else id_type)
     dtypes = {np.dtype(id_type), row_dtype, *([np.dtype(np.int32)] if cached or on_disk else [])}
@@ -407,8 +408,8 @@ class FrozenColumns:
 def freeze_columns(model: Model, schema: Schema, names: Sequence[str]) -> FrozenColumns | None:
     """Return the frozen columns of a model: `names`, and the columns that share their ids.
 
-    Returns None if no feature looks them up. Rows of tables with one column, such as first-order weights, are trained.
-    A gradient of 0 must not change a row.
+    Returns None if no feature looks them up. Rows of tables of dimension 1, such as first-order weights, are trained.
+    Frozen rows get gradients of 0, so their tables' optimizers must not change rows that have a gradient of 0.
 
     Raises:
         UserError: The model lacks the features of hostdev's own models, or a table's optimizer changes rows that

@@ -90,7 +90,7 @@ class Start(NamedTuple):
     """The checkpoint that a run resumes from."""
 
     chain: Chain
-    more: dict[str, Any]  # the checkpoint's values from `values`, and from the run's `BatchSource`
+    more: dict[str, Any]  # values that the functions `values` and `BatchSource.values` returned when it was saved
     is_verified: bool = False  # whether its rows are verified already; if not, they are verified while they are loaded
 
     @property
@@ -167,8 +167,8 @@ def _describe_start(found: Found, start: Start) -> str:
 def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]) -> Start | None:
     """Load and verify the checkpoint `start`, and return the checkpoint that was loaded; None if `start` is None.
 
-    If rows of `start` are damaged, an older checkpoint is loaded instead, and its name is printed. Raises the same
-    errors as `find`.
+    If rows of `start` are damaged, and --resume does not name this checkpoint, an older one is loaded instead, and its
+    name is printed. Raises the same errors as `find`.
     """
     if start is None:
         return None
@@ -301,7 +301,7 @@ class CheckpointSchedule:
         world: The processes that save together. All of them must make the same calls.
     """
 
-    on_saved: Callable[[int, Path, float], object] | None = None  # step, path and seconds of a complete checkpoint
+    on_saved: Callable[[int, Path, float], object] | None = None  # gets step, path and seconds of a saved checkpoint
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ class CheckpointSchedule:
         self._prepare, self._save = prepare, save
         self.manager = CheckpointManager(path, keep=settings.keep_checkpoints or KEEP, hold=True, world=world)
         self._last_began = time.monotonic()
-        self._step = 0  # the step of the last attempt
+        self._step = 0  # the step of the last attempt to save
         self.saved_step: int | None = None
         self._loaded: Checkpoint | None = None  # the checkpoint that the run resumed from, if it is in the folder
         self._failing: str | None = None  # why the last attempt failed
@@ -360,7 +360,7 @@ class CheckpointSchedule:
         return self._world.request(SAVE, late and not due) or due
 
     def save(self, step: int, state_sha256: str | None = None) -> None:
-        """Start saving a checkpoint of this step; failures are recorded, not raised."""
+        """Start saving a checkpoint of this step; a failure to save is recorded, not raised."""
         start = time.monotonic()
         self.manager.join()
         self._record_outcome()
@@ -382,7 +382,7 @@ class CheckpointSchedule:
             self.save(step)
 
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
-        """Save the run's last checkpoint, unless the run was resumed and has taken no step since then."""
+        """Save the run's last checkpoint, unless the run has resumed from it in this folder, and it still exists."""
         loaded = self._loaded
         same = loaded is not None and loaded is self.manager.last and loaded.manifest.step == step
         due = loaded is None or not same or not still_exists(loaded)

@@ -147,7 +147,7 @@ def get_data_set(found: Manifest) -> dict[str, Any]:
 
 
 def get_ops_log(file: RotatedFile | None) -> dict[str, Any]:
-    """Return the size limit of ops.log and the number of bytes removed from it; empty if none were removed."""
+    """Return the entry "ops_log" of summary.json: its size limit and removed bytes; empty if none were removed."""
     if file is None or not file.dropped_bytes:
         return {}
     return {"ops_log": {"limit_bytes": file.limit, "dropped_bytes": file.dropped_bytes}}

@@ -158,7 +158,7 @@ class MicroBatches:
         return len(batch) / batch.step_rows if self._gradients == "mean" else 1.0
 
     def seed_layers(self, number: int) -> None:
-        """Seed the generators of layers such as dropout for the step's micro-batch `number`."""
+        """Seed the generators of layers such as dropout for micro-batch `number`; without micro-batches, do nothing."""
         if self.count > 1:
             step = self._begun // self.here
             key = key64(self._seed, "micro-batch", step * self.count + self._first + number)

@@ -24,7 +24,7 @@ class Point(NamedTuple):
     step: int  # since the start of training
     test: Evaluation  # on the validation rows, or on the test rows if there are none
     training: Evaluation | None  # on a subset of the training samples
-    final: Evaluation | None = None  # on test rows after an epoch whose model may be the result, with validation rows
+    final: Evaluation | None = None  # on the test rows, if this epoch may be the result and there are validation rows
 
     def metrics(self, split: str, labels: tuple[str, ...]) -> dict[str, dict[str, float]]:
         """Return the metrics by split and name; `split` names the split of `test`, "test" or "validation"."""
@@ -61,7 +61,7 @@ class Quality:
 
     @property
     def result(self) -> Evaluation | None:
-        """The evaluation on the test rows: after the best epoch with validation rows and patience, else the last."""
+        """The evaluation on the test rows after the last epoch or, with validation rows and patience, the best one."""
         if self.split == "test":
             return self.points[-1].test if self.points else None
         point = self.best if self._patience is not None else self.points[-1] if self.points else None

@@ -20,7 +20,7 @@ _WAITED = 0.05  # share of the wall time that may be spent waiting for reads bef
 
 
 def form_lines(tables: dict[str, Any]) -> list[str]:
-    """Return a line for each table that has taken over `epsilon_hat` from a checkpoint; new runs do not have it."""
+    """Return a line for each table that continues with Adam(epsilon_hat=True) from an earlier version's checkpoint."""
     return [
         f"table {name} continues with Adam(epsilon_hat=True), the form of the checkpoint"
         for name, table in tables.items()
@@ -108,7 +108,7 @@ def kind(table: Any) -> str:
 
 
 def _rows(table: Any) -> int:
-    """Return the most rows of a table, or of a table specification, over all processes."""
+    """Return the maximum number of rows of a table, or of a table specification, over all processes."""
     rows: int = table.capacity
     return rows
 

@@ -102,7 +102,8 @@ def require_copies(tables: Mapping[str, TableSpec], uses: int, batches: int, fre
     """Raise UserError unless pinned copies of this many batches fit in `free` bytes, even if no id occurs twice."""
     row, whole = row_bytes((spec.dim, spec.optimizer) for spec in tables.values())
     most = min(max(spec.rows for spec in tables.values()), uses)
-    # A cache swaps whole rows in both directions; without a cache, all of a batch's rows may be new forwarded rows.
+    # A cache swaps whole rows in both directions. Without a cache, all of a batch's rows may be new forwarded rows,
+    # which are copied in only one direction.
     each = copied_bytes(most, 2 * most if cached else most // 2 + 1, uses, row, whole)
     needed = batches * pinned_size(each)
     if needed > free:
@@ -115,7 +116,7 @@ def require_copies(tables: Mapping[str, TableSpec], uses: int, batches: int, fre
 def measure_free_after_step(
     model: Model, sample: Batch, samples: int, device: torch.device, autocast: torch.dtype | None
 ) -> int | None:
-    """Return the free bytes of an accelerator after a step of the dense layers, or None if unknown.
+    """Return the least free bytes of an accelerator in a step of the dense layers, or None if unknown.
 
     The model takes a step on zeros on this device, and cannot be used afterwards.
 

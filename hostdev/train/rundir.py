@@ -61,7 +61,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
             self._there = [name for name in (*_NAMES, run_files.TENSORBOARD) if self._is_there(name)]
-            if not again:  # another process may have used it before the lock
+            if not again:  # another process may have used the folder before it was locked
                 self._require_none(name for name in _RUN if name in self._there)
             self.loss = (self.path / run_files.LOSS_LOG).open("a", buffering=1)
             self.eval = (self.path / run_files.EVAL_LOG).open("a", buffering=1)
@@ -251,7 +251,7 @@ class RunLogs:
         try:
             self.timeline.write_to(_open_trace(trace), rank=rank)
         except BaseException:
-            self.trace = None  # another program's file
+            self.trace = None  # the file may be another program's, and must stay
             self.discard()
             raise
 

@@ -18,7 +18,7 @@ from hostdev.core.run_files import SCORE_BINS, SCORE_LIMIT
 from hostdev.data.schema import Targets, columns_of
 from hostdev.kernels.arrays import Values
 
-BLOCK = 1 << 24  # samples
+BLOCK = 1 << 24  # maximum number of samples in memory
 _STRIDE = 1 << 12  # every _STRIDE-th key of a run is kept in memory
 _FIRST, _END = -(1 << 31), 1 << 31  # range of the keys
 
@@ -151,7 +151,7 @@ class Scores:
 class _Run(NamedTuple):
     """A sorted run of keys in the file."""
 
-    offset: int  # bytes
+    offset: int  # position in the file, in bytes
     size: int
     marks: Keys  # every _STRIDE-th key
 

@@ -148,7 +148,7 @@ class BatchSource:
         return {}
 
     def begin(self) -> None:
-        """Receive the beginning of the run, whose tables and logs are as they were at the checkpoint, if any."""
+        """Prepare for the first step; tables and logs are already restored from the checkpoint, if there is one."""
 
     def rewind_logs(self) -> None:
         """Restore the logs to their state at the checkpoint that the run resumes from."""
@@ -158,7 +158,7 @@ class BatchSource:
         raise NotImplementedError
 
     def record(self, step: int, rows: int) -> None:
-        """Receive the end of a step with this number of samples."""
+        """Note that the epoch's step number `step`, which had `rows` samples, has ended."""
 
     def summary(self) -> dict[str, Any]:
         """Return the source's own entries of summary.json."""
@@ -232,7 +232,7 @@ class Session:
                 self.saver.manager.best_steps.append(self.quality.best.step)
 
     def begin(self) -> None:
-        """Make the logs ready for the first step."""
+        """Prepare the logs, the estimate of the time left, and the source for the first step."""
         if self.config.resume is not None:
             self.source.rewind_logs()
         self.logs.begin(self.trainer.tables.values())

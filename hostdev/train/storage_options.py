@@ -1,4 +1,4 @@
-"""The options of where tables are stored: tables by key, tables on disk, the cache and the pipeline before it."""
+"""The options of how tables are stored and read: tables by key, tables on disk, prefetching and the cache."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,14 @@ from hostdev.core.options import OptionError, OptionGroup, When, choice, count, 
 
 MOST_DEPTH = 64  # reading further ahead does not help
 TABLES = ("vocabulary", "dynamic")
-_MOST_USES = (1 << 24) - 1  # as in core.key_rules, whose kernels a command line need not import
+_MOST_USES = (1 << 24) - 1  # as in core.key_rules, which is slow to import because of its kernels
 _HOST = "host_device_mix"
 _WHOLE_TABLE = "l2=table"
 _DYNAMIC = "tables=dynamic"
 
 
 def parse_capacity(capacity: str | None) -> int | str | None:
-    """Return a number of keys, or a size as text; raise UserError if --capacity is neither."""
+    """Return --capacity as a number of keys, a size as text, or None; raise UserError if it is malformed."""
     if capacity is None or not capacity.isdigit():
         parse_bytes(capacity or "0")
         return capacity
@@ -169,5 +169,5 @@ class CacheOptions(OptionGroup):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the cache's policy knows the next batches, if there is a cache."""
+        """Whether the cache's policy is lookahead; true if there is no cache."""
         return self.cache_policy in (None, POLICIES[0]) or self.cache_rows is None or _has_no_rows(self.cache_rows)

@@ -42,7 +42,7 @@ class Evaluation(NamedTuple):
     rows: int
     rmse: float = NAN
     mae: float = NAN
-    labels: tuple[LabelQuality, ...] = ()  # by label, if there are several
+    labels: tuple[LabelQuality, ...] = ()  # each label's quality if there are several labels, else empty
 
     @property
     def metric(self) -> str:

@@ -233,7 +233,7 @@ class Trainer:
         self.runtime.write_back()
         tensors: dict[str, Tensor] = {}
         whole = self.dense_state()
-        seeded = self._micro_batches.count > 1  # each micro-batch is seeded
+        seeded = self._micro_batches.count > 1  # each micro-batch is then seeded, so no states are saved
         random = {} if seeded else _get_random_states(self._device)
         state = {
             "dense": to_tree({"model": whole.model, "optimizer": whole.optimizer}, tensors),
@@ -250,7 +250,7 @@ class Trainer:
             check: Whether to verify the checksums of rows, as in `load_tables`.
 
         Raises:
-            UserError: The checkpoint is from another model, and no table was changed; or a file is damaged.
+            UserError: The checkpoint is from another model, in which case no table was changed; or a file is damaged.
         """
         require_tables(chain, self.tables)
         values = values_of(chain)

@@ -169,6 +169,7 @@ def test_a_doubt_is_said(data, monkeypatch, capsys, tmp_path):
         ("SELECT *\nFROM", r"syntax error .*\(line 2\)"),
         ("SELECT nothing FROM 'events.parquet'", 'column "nothing" not found'),
         ("SELECT * FROM 'none.parquet'", "No files found .*none.parquet"),
+        ("FROM read_parquet('items' || '.parquet')", "the first argument must be a file's name, or a list of names"),
     ],
 )
 def test_a_query_that_cannot_be(query, sql, words):

@@ -198,6 +198,16 @@ def test_damaged_files(refused, tmp_path):
     assert "old.feather: this is Feather version 1; write it again" in refused("old.feather")
 
 
+def test_offsets_that_go_backwards(refused, tmp_path):
+    """Texts that can be decoded may still lie where the column says nonsense."""
+    offsets = pa.py_buffer(np.array([0, 9, 3, 4], np.int32).tobytes())
+    column = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"abcdefghij"))
+    table = pa.table({"y": [0, 1, 1], "c": column})
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
+        file.write_table(table)
+    assert "t.arrow: the " in (told := refused("t.arrow")) and "file is broken (" in told
+
+
 @pytest.mark.parametrize("name", [b"d", b"\xff"])
 def test_a_row_groups_column_has_another_name_than_the_schemas(refused, tmp_path, name):
     """The footer has each name twice. A name that is not UTF-8 was a traceback."""

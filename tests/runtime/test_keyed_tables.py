@@ -300,6 +300,32 @@ def test_what_evictions_report_is_the_same_in_every_mode():
     assert all(one == found[0] for one in found)
 
 
+class Longest(hostdev.Eviction):
+    """Evicts nothing, and keeps the norms that it was given."""
+
+    keep, every = None, 4
+
+    def __init__(self):
+        self.norms = {}
+
+    def expired(self, use, step):
+        self.norms = dict(zip(use.keys.tolist(), use.norms.tolist(), strict=True))
+        np.testing.assert_allclose(use.norms**2, use.square_norms, rtol=1e-12)
+        return np.zeros(len(use), bool)
+
+
+def test_a_rule_reads_norms():
+    rule = Longest()
+    table = hostdev.HostTable(None, DIM, hostdev.LazyAdam(lr=0.05), name="keyed", evict=rule, capacity=100)
+    rng = np.random.default_rng(0)
+    for step in range(5):  # the last step evicts nothing: the rule was asked before the fourth
+        before = {int(key): row for key, row in zip(table.keys, table.weights, strict=True)}
+        table.apply(np.arange(9) + step, rng.normal(size=(9, DIM)).astype(np.float32))
+        if step == 3:
+            known = {key: float(np.linalg.norm(row.astype(np.float64))) for key, row in before.items()}
+    assert rule.norms and rule.norms == pytest.approx(known, rel=1e-12)
+
+
 def test_a_full_table_keeps_all_finished_steps():
     program = Program((2, None), capacity=150)
     with pytest.raises(UserError, match=r"table 'keyed' has \d+ keys.*raise capacity, or give evict="):

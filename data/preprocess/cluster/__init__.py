@@ -1,8 +1,9 @@
 """Preparation of a data set on a cluster, by tasks of Dask's distributed scheduler (`--scheduler`).
 
 Workers read the source and write pieces, the vocabulary and shards in the work folder, which all of them share. The
-client keeps the journal, and gets only counts, checksums and places. The data set's bytes are those of one machine,
-where threads run the same tasks (`runner`, `first_pass`, `learning`, `words`, `tasks`):
+client keeps the journal; workers send it only small results, such as counts and checksums. The data set has the same
+bytes as on one machine, where threads run the same tasks (in `runner`, `first_pass`, `learning`, `words`, `tasks`).
+This package has two modules:
 
 - `prepare` is the client's part: it connects to a scheduler or starts local workers, divides the source into ranges,
   and submits tasks.

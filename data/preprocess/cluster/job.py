@@ -1,4 +1,4 @@
-"""The workers' part: they open a preparation from its description, a file of the work folder, and run its tasks."""
+"""The workers' part of a preparation on a cluster: they read its description in the work folder, and run its tasks."""
 
 import contextlib
 import fcntl
@@ -63,7 +63,7 @@ def placed(shown: str, place: str) -> Path:
 
 
 class JobPickler(pickle.Pickler):
-    """Writes a job with paths that open the same files in any folder.
+    """Writes a job with absolute paths, which open the same files in any current folder.
 
     Links stay as they are, because their targets may differ by host.
     """
@@ -91,7 +91,7 @@ class Job:
         source: The rows; its inputs are opened anew on each worker.
         stamps: Size and modification time of each input; None for rows without files.
         splits: The names of the splits.
-        earlier: The earlier data set, or `NO_EARLIER`.
+        earlier: The earlier data set, or `earlier_vocabulary.NO_EARLIER`.
     """
 
     folder: str
@@ -129,7 +129,7 @@ class WorkerJob(Workspace):
         """Open the vocabulary of the earlier data set; raise TransientError if it is not the client's."""
         if not self.earlier.keeps:
             return super()._open_stored()
-        earlier = replace(self.earlier, folder=Path(os.fspath(self.earlier.folder)))  # the path that opens it here
+        earlier = replace(self.earlier, folder=Path(os.fspath(self.earlier.folder)))  # opens it on this worker
         if not earlier.folder.is_dir():
             raise TransientError(f"{worker_name()} does not see {earlier.folder}; --vocabulary must be on the share")
         try:
@@ -176,7 +176,10 @@ def look(work: Workspace, number: int, start: int, stop: int) -> Result:
 
 
 def survey(work: Workspace, names: list[str], out: str) -> Result:
-    """Merge surveys into the file `out`; return the estimates of values, and of bytes of text, by id space."""
+    """Merge surveys into the file `out`; return, by id space, estimates of the number of values and of their bytes.
+
+    The bytes are None if the values are integers.
+    """
     merged = merge([_load(work.path(name)) for name in names])
     texts = None if merged.texts is None else list(map(total, merged.texts))
     files = {out: _dump(work.path(out), merged)}
@@ -276,7 +279,7 @@ def wrong_versions(name: str, there: dict[str, str], here: dict[str, str]) -> st
     )
 
 
-_address = threading.local()  # the worker's address, for code outside tasks, to which Dask does not tell it
+_address = threading.local()  # the worker's address, which Dask does not provide outside tasks
 
 
 def name_worker(address: str) -> None:
@@ -313,7 +316,7 @@ def _require_file(path: Path, stamp: tuple[int, Any]) -> None:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Hold the lock under which one process of this host and user at a time compiles kernels."""
+    """Hold a lock, so that only one of this user's processes on this host compiles kernels at a time."""
     path = Path(tempfile.gettempdir()) / f"hostdev-compiling-{os.getuid()}.lock"
     try:
         file = path.open("w")
@@ -334,7 +337,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def to_error(content: dict[str, Any]) -> Exception:
-    """Return the error that `describe_error` described."""
+    """Return the error that `describe_error` described, as InvalidRowError, TransientError or UserError."""
     if content["kind"] == "row":
         return InvalidRowError(content["file"], content["row"], content["reason"])
     kind = TransientError if content["kind"] in ("TransientError", "StoreError") else UserError
@@ -342,7 +345,7 @@ def to_error(content: dict[str, Any]) -> Exception:
 
 
 def _describe_failure(error: HostdevError | OSError | MemoryError) -> dict[str, Any]:
-    """Describe an error of a task, or of this worker's machine."""
+    """Return a task's error as JSON, for `to_error`; one of the system becomes transient, and names this worker."""
     if isinstance(error, HostdevError):
         return describe_error(error)
     return {"kind": "TransientError", "message": f"{in_words(error)} ({worker_name()})"}
@@ -352,7 +355,7 @@ _TASKS: dict[str, Any] = {**TASKS, "look": look, "survey": survey}
 
 
 def run(reference: Reference, kind: str, arguments: tuple[Any, ...], known: Files | None) -> dict[str, Any]:
-    """Run a task of a job; return the result of `tasks.run_task`, with errors as JSON (Dask logs raised ones)."""
+    """Run a task of a job; return the result of `tasks.run_task`, with errors as JSON, as Dask logs raised ones."""
     try:
         outcome = run_task(open_job(reference), _TASKS[kind], arguments, known)
     except (HostdevError, OSError, MemoryError) as error:

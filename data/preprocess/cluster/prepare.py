@@ -42,7 +42,7 @@ _FIRST_WORKER_SECONDS = 60
 _CLOSE_SECONDS = 10
 _CHECKS, _CHECK_AGAIN_SECONDS = 10, 0.5
 _LOGGERS = ("distributed", "tornado", "asyncio")
-_POLLED = 1.0  # seconds between looks at the scheduler
+_POLLED = 1.0  # seconds of waiting for results before the scheduler is checked
 _THREADS_SECONDS = 5.0
 _GATHER_SECONDS = 20
 _LONELY_SECONDS = 30.0  # after this time without a worker, a note says so
@@ -52,16 +52,16 @@ _AHEAD, _LEAST_AHEAD = 4, 16  # maximum submitted tasks per thread; more are all
 def prepare(source: Source, out: Path, options: Options, scheduler: str, earlier: Earlier | None = None) -> Manifest:
     """Write a data set into the new folder `out` with the workers of a Dask scheduler; return its manifest.
 
-    The data set's bytes are those of `build.build`, and `source`, `out`, `options` and `earlier` are its arguments.
+    `source`, `out`, `options` and `earlier` are as for `build.build`, and the data set has the same bytes.
 
     Args:
         scheduler: tcp://HOST:PORT or tls://HOST:PORT of a scheduler, or local:N for N processes on this machine.
 
     Raises:
-        UserError: As `build.build` does; the source can be read only by this machine; Dask is missing, or no scheduler
-            answers.
+        UserError: `build.build` would raise it; the source can be read only by this machine; Dask is missing; or no
+            scheduler answers.
         TransientError: A worker does not see the same files or has other versions; the scheduler is gone; a task ended
-            several workers; or a read or write fails. Finished work is kept, and the same call continues.
+            several workers; or a read or write fails. Finished work is kept, and the same call continues from it.
     """
     if source.stamp() is None or any(str(one.path) == "-" for one in source.inputs):
         raise UserError(
@@ -117,7 +117,10 @@ def stamps(source: Source) -> list[tuple[int, Any]] | None:
 
 
 def _write_job(job: Job, path: Path) -> Reference:
-    """Write a job's file, with a random mark that shows a worker whether it sees the same folder."""
+    """Write a job's file, and return the reference to it.
+
+    The file has a random mark, so that by its checksum a worker can tell whether it sees the same folder.
+    """
     content = io.BytesIO()
     JobPickler(content).dump((uuid4().hex, job))
     path.write_bytes(content.getvalue())
@@ -160,7 +163,7 @@ def connect(scheduler: str) -> "Iterator[DaskWorkers]":
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Silence the loggers of Dask in this process: the command says in one line what happens."""
+    """Silence the loggers of Dask in this process, because the command itself reports an error in one line."""
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in _LOGGERS]
     loggers = [logging.getLogger(name) for name in {*names, *_LOGGERS}]
     levels = [logger.level for logger in loggers]
@@ -228,7 +231,7 @@ def _loop_without_interrupts() -> Any:
     """
     from distributed.utils import LoopRunner
 
-    resource_tracker.ensure_running()  # multiprocessing's, which unblocks SIGINT in the thread that starts it
+    resource_tracker.ensure_running()  # first, because starting multiprocessing's tracker unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         runner: Any = LoopRunner(asynchronous=False)
@@ -256,9 +259,10 @@ class DaskWorkers:
         self._threads, self._looked, self._lonely = 0, -_THREADS_SECONDS, monotonic()
 
     def check(self, reference: Reference) -> None:
-        """Check all present workers, and set the job whose tasks `submit` runs; set `memory` to the workers' minimum.
+        """Check all present workers, and set the job whose tasks `submit` runs.
 
-        A worker that is lost during the check is left out.
+        Sets `memory` to the smallest number of bytes per thread on any of the workers. A worker that is lost during the
+        check is left out.
 
         Raises TransientError, which names the worker, if a worker does not see the work folder or has other versions;
         also if the scheduler is lost, or if no worker is left and none comes.
@@ -328,7 +332,7 @@ class DaskWorkers:
         return list(self._gather())
 
     def stop(self) -> None:
-        """See `runner.Executor`: no task of a worker is long."""
+        """Do nothing, because no task of a worker is long; see `runner.Executor`."""
 
     def _gather(self) -> Iterator[tuple[Task, dict[str, Any]]]:
         """Wait for futures, and yield the results of all that are done."""
@@ -340,7 +344,7 @@ class DaskWorkers:
         if any(future.status in ("cancelled", "lost") for future in futures):
             raise self._gone()
         try:
-            # With a limit, as the results of a worker that is lost now come only when its tasks have run again.
+            # With a time limit: if a worker is lost now, its results come only after its tasks have run again.
             found = client.sync(lambda: client.gather(futures, asynchronous=True), callback_timeout=_GATHER_SECONDS)
         except TimeoutError:
             self._look()

@@ -1,7 +1,7 @@
 """The functions, tables and syntax that a query may use. Anything else is refused, including what later DuckDBs add.
 
 A query may use what depends only on its text and its files, and changes nothing. DuckDB's own catalogue cannot tell: it
-calls a function that reads the clock as stable as one that extracts the hour of a time.
+marks functions that read the clock as stable, like those that extract the hour of a time.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ CHANGING = {
 }
 """Functions whose value changes between runs, and what to write instead."""
 
-# Functions that are called without parentheses.
+# Clock functions that are called without parentheses, so that they look like columns.
 _CLOCKS = frozenset(("current_date", "current_timestamp", "current_time", "localtimestamp"))
 
 PICKING = _words(
@@ -61,7 +61,7 @@ _EXACT = _words(
     approx_count_distinct bit_and bit_or bit_xor bitstring_agg bool_and bool_or count count_if count_star countif
     histogram histogram_exact mad max median min mode quantile quantile_cont quantile_disc
     """
-)  # the order of rows does not matter, or `settle` defines it
+)  # their value does not depend on the order of rows, or `settle` defines this order
 
 AGGREGATES = _EXACT | PICKING | SUMMING | APPROXIMATE
 """All aggregates that a query may use."""
@@ -88,7 +88,7 @@ _TIMES = _words(
     millisecond minute month monthname quarter second strftime time_bucket timezone timezone_hour timezone_minute
     week weekday weekofyear year yearweek
     """
-)  # they depend on the time zone, which is UTC
+)  # some depend on the time zone, which is UTC
 
 _SCALARS = _words(
     """
@@ -227,12 +227,12 @@ def changing(where: str, name: str) -> UserError:
 
 
 def shown(name: str) -> str:
-    """Return a name for messages."""
+    """Return a name for messages, printable and at most 60 characters long."""
     return printable(name, 60)
 
 
 def _check_syntax(statement: Statement, node: Node, views: set[str]) -> None:
-    """Raise UserError for syntax that is not in the lists above."""
+    """Raise UserError if a node's syntax is refused; `views` has the names of DuckDB's own views."""
     if node.get("sample") is not None:
         raise UserError(
             "the query: the rows of a sample (USING SAMPLE, TABLESAMPLE) depend on the number of threads; select "
@@ -272,7 +272,7 @@ def _table_functions(tree: Node) -> Iterator[Node]:
 
 
 def _compared(tree: Node) -> Iterator[Node]:
-    """Yield the expressions that are compared or ordered by."""
+    """Yield the expressions in comparisons and in ORDER BY."""
     for node in walk(tree):
         if node.get("class") == "COMPARISON":
             yield node["left"]

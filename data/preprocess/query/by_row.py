@@ -1,6 +1,6 @@
-"""Which statements are row by row: each row of the result depends on one row of one table.
+"""Tests whether a statement is row by row: whether each row of the result depends on one row of one table.
 
-Such a statement computes the columns of raw rows in the same way as it computed the columns of the data set.
+A row-by-row statement computes the columns of raw rows in the same way as it computed the columns of the data set.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -107,7 +107,7 @@ def tables_in(select: Node, name: str) -> Iterator[Node]:
 
 
 def require_joined(select: Node, aggregates: Set[str]) -> None:
-    """Remove ORDER BY from a SELECT with joins; raise NotByRowError if it computes a value from several rows."""
+    """Remove ORDER BY from a SELECT with joins; raise NotByRowError for LIMIT, DISTINCT, aggregates and windows."""
     _require_all_rows(select)
     for node in own(select):
         name = str(node.get("function_name", "")).lower()
@@ -121,7 +121,7 @@ def require_joined(select: Node, aggregates: Set[str]) -> None:
 def source_of(
     select: Node, name: str, columns: Set[str], named: Mapping[str, Node] | None = None, *, cast: bool = False
 ) -> str | None:
-    """Return the column of the table that the column `name` of a stripped SELECT returns unchanged, or None.
+    """Return the table's column that a stripped SELECT returns unchanged as its column `name`, or None.
 
     If `cast` is true, a column whose type is cast counts as unchanged.
     """

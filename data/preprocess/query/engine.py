@@ -15,7 +15,7 @@ from hostdev.core.errors import HostdevError, TransientError, UserError
 from hostdev.core.printable import printable
 
 _LAST_YEAR = 3000
-_LAST_SECOND = 32_503_680_000  # of the year 2999
+_LAST_SECOND = 32_503_680_000  # seconds from 1970 to the end of the year 2999
 
 
 def _checked_time(function: str, kind: str, unit: str, per_second: int, instead: str) -> str:
@@ -126,7 +126,7 @@ class Engine:
             self.connection.execute("SET enable_external_access = false")
 
     def lock(self, threads: int, *, spills: bool) -> None:
-        """Set the number of threads, whether a query may write to its spill folder, and lock all settings."""
+        """Set the number of threads, forbid spilling to disk unless `spills` is true, and lock all settings."""
         self.connection.execute(f"SET threads = {threads}")
         if threads == 1:  # otherwise, which file is read first depends on when its blocks arrive
             self.connection.execute("SET async_threads = 0")

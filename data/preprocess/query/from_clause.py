@@ -29,12 +29,12 @@ def readers(tree: Node) -> Iterator[Node]:
 
 
 def is_given(node: Node, engine: Engine) -> bool:
-    """Return whether an element of a FROM clause is a table of this process."""
+    """Return whether an element of a FROM clause is one of `Engine.tables`, the tables of this process."""
     return node["qualified_name"]["path"][-1].lower() in {name.lower() for name in engine.tables}
 
 
 def select_all(engine: Engine, node: Node, more: str = "") -> str:
-    """Return a query for all columns of an element of a FROM clause, and for `more`, SQL that begins with a comma."""
+    """Return SQL that selects all columns of an element of a FROM clause, then `more`, which begins with a comma."""
     tree = copy.deepcopy(parse(engine.connection, f"SELECT *{more} FROM x").tree)
     alone = copy.deepcopy(node)
     alone.update(alias="", column_name_alias=[], sample=None)
@@ -73,18 +73,23 @@ def with_options(engine: Engine, node: Node, without: Sequence[str] = (), **opti
 
 
 def list_files(node: Node, engine: Engine) -> list[str]:
-    """Return the files that a function reads, in its order; empty if its first argument is not constant."""
+    """Return the files that a function reads, in its order; empty if its first argument has no constant text."""
     arguments = node["function"]["arguments"]
     if not arguments:
         return []
-    constants = [one for one in walk(arguments[0]) if one.get("class") == "CONSTANT"]
+    texts = list_texts(arguments[0])
+    return [file for text in texts for (file,) in engine.rows("SELECT file FROM glob(?) ORDER BY file", text)]
+
+
+def list_texts(argument: Node) -> list[str]:
+    """Return the constant texts in an argument, in their order."""
+    constants = [one for one in walk(argument) if one.get("class") == "CONSTANT"]
     texts = [one for one in constants if one["literal"]["kind"] == "STRING"]
-    in_order = sorted((one["query_location"], one["literal"]["text"]) for one in texts)
-    return [file for _, text in in_order for (file,) in engine.rows("SELECT file FROM glob(?) ORDER BY file", text)]
+    return [text for _, text in sorted((one["query_location"], one["literal"]["text"]) for one in texts)]
 
 
 def shown_files(node: Node) -> str:
-    """Return the first argument of a function that reads files for a message: one name in quotes, or [...]."""
+    """Format, for a message, the names of the files that a function reads: one name in quotes, otherwise [...]."""
     texts = [one["literal"]["text"] for one in walk(node["function"]["arguments"][0]) if one.get("class") == "CONSTANT"]
     return quoted(texts[0]) if len(texts) == 1 else "[...]"
 

@@ -1,8 +1,8 @@
 """Analysis of a query: its files, its sums of floating-point numbers, which depend on the row order, its joins, and the
 columns of its files that it returns unchanged.
 
-Only DuckDB's plan has the types of expressions, and DuckDB cannot write the plan of a query that reads files as JSON.
-So the query is planned with empty tables in place of the files.
+Only DuckDB's plan has the types of expressions. DuckDB cannot write a plan as JSON if the query reads files, so the
+query is planned with empty tables in place of the files.
 """
 
 import copy
@@ -17,7 +17,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 from hostdev.data.preprocess.query.allowed import CHANGING, SUMMING, changing, shown
 from hostdev.data.preprocess.query.engine import CLOSED, MACROS, Engine, in_one_line
-from hostdev.data.preprocess.query.from_clause import described, is_given, readers, replace_table
+from hostdev.data.preprocess.query.from_clause import described, is_given, list_texts, readers, replace_table
 from hostdev.data.preprocess.query.readers import Text
 from hostdev.data.preprocess.query.spelling import PLAIN, SPELLINGS, TAGS, X, identifier
 from hostdev.data.preprocess.query.statement import Node, Statement, parse, table_name, to_sql, walk
@@ -29,7 +29,7 @@ def patterns(statement: Statement, engine: Engine) -> list[str]:
     """Return the names and patterns of the files that a query reads.
 
     Raises:
-        UserError: The names are unknown before the query runs, or are on another machine.
+        UserError: A name is unknown before the query runs, or a file is on another machine.
     """
     found: list[str] = []
     for node in readers(statement.tree):
@@ -50,7 +50,7 @@ def reads_tables(statement: Statement, engine: Engine) -> bool:
 
 
 def _names(statement: Statement, function: Node, engine: Engine) -> list[str]:
-    """Return the file names that are a function's first argument, which may be any expression without columns."""
+    """Return the file names in a function's first argument; raise UserError if it is not constant, or not names."""
     positional = [
         one["expression"]
         for one in function["arguments"]
@@ -62,15 +62,16 @@ def _names(statement: Statement, function: Node, engine: Engine) -> list[str]:
         alone["statements"][0]["node"]["select_list"] = [positional[0]]
         [(value,)] = engine.rows(to_sql(engine.connection, alone))
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(
-            f"{statement.where(function)}: the first argument must be the name of a file, or a list of names"
-        )
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_list or sorted(names) != sorted(list_texts(positional[0])):
+        raise UserError(f"{statement.where(function)}: the first argument must be a file's name, or a list of names")
     return names
 
 
 def float_sums(tree: Node, engine: Engine) -> list[str]:
     """Describe the aggregates of a query that add floating-point numbers in undefined order.
+
+    If DuckDB cannot show the plan, return a single text that says so.
 
     Raises:
         UserError: The query is invalid; for example, it names a column that does not exist. Or it has a name, such as
@@ -217,7 +218,7 @@ class QueryPlanner:
 
 
 class Kept(NamedTuple):
-    """A column of a query's result with unchanged values of text files' columns, whose type is not text.
+    """A column of a query's result that is not of type text, but has unchanged values of columns of text files.
 
     Attributes:
         is_list: Whether it has lists of such values.
@@ -261,7 +262,7 @@ def kept_columns(tree: Node, engine: Engine, texts: Mapping[int, Text]) -> dict[
         def tagged(
             some: Iterable[tuple[int, str]], typed: Mapping[int, bool] = typed, tag: str = tag
         ) -> set[int] | None:
-            """Return which of the columns of this type have values of `some` columns; None if it is unknown."""
+            """Return which result columns of this type have values of `some` file columns; None if it is unknown."""
             types = planner.types(dict.fromkeys(some, tag))
             return None if types is None else {i for i, is_list in typed.items() if types[i] == tag + "[]" * is_list}
 

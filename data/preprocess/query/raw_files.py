@@ -109,7 +109,7 @@ def _reader(node: Node | None, path: Path, function: str, engine: Engine, withou
 
 
 class RawFile(TableFile):
-    """A file of raw rows with the columns of a data set, which a statement computes.
+    """A file of raw rows, from which a statement computes the columns of a data set.
 
     DuckDB reads it as it read the file of the data set, except that types are not guessed from this file.
 
@@ -143,7 +143,7 @@ class RawFile(TableFile):
         return pa.RecordBatch.from_arrays(list(found.values()), names=list(found))
 
     def parts(self, used: Sequence[str], offset: int) -> Iterator[UnparsedRows]:
-        """Iterate over the rows; `offset` is 0."""
+        """Iterate over the rows; `offset` must be 0."""
         row = 0
         shown = ", ".join(map(identifier, self._plan.columns()))
         for batch in self._engine.stream(f"SELECT {shown} FROM ({self._sql})"):
@@ -169,7 +169,7 @@ def open_raw(path: Path, query: "RawQuery", optional: Sequence[str]) -> RawFile:
 
 
 def _select(path: Path, query: "RawQuery", engine: Engine) -> str:
-    """Return the SQL that reads a file's columns: all of CSV as text, and those of JSON that were text in training."""
+    """Return the SQL that reads a file: all CSV columns as text, and JSON columns as text if they were in training."""
     node = query.file_reader
     kind = _format_of(path.name) or (None if node is None else _kind_of(node, _name_of(node)))
     if kind is None:
@@ -178,7 +178,7 @@ def _select(path: Path, query: "RawQuery", engine: Engine) -> str:
     reader = _reader(node if is_same else None, path, _FUNCTIONS[kind], engine, _TYPES)
     options = given_options(reader)
     if kind == "CSV":
-        if "columns" in options:  # names and types
+        if "columns" in options:  # which gives names and types
             names = ", ".join(map(quoted, query.raw_columns))
             reader = with_options(engine, reader, ["columns"], names=f"[{names}]")
         elif "header" not in options and query.source is not None and query.source.header is not None and is_same:

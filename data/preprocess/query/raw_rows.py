@@ -74,7 +74,7 @@ class RawQuery:
     """A statement that computes the columns of raw rows; several threads may use it.
 
     Args:
-        encoding: Has the columns that are needed.
+        encoding: The data set's encoding, whose columns are needed.
         source: The data set's query, or None.
         given: A statement that is used in place of the data set's query, or None. It reads the rows as the table
             `rows`, which it may join with other tables; the other tables are read once, here. A statement that is row
@@ -176,7 +176,7 @@ class RawQuery:
                 text. This is not needed if the encoding knows the columns' types.
 
         Raises:
-            UserError: A column is not there and cannot be computed.
+            UserError: A column occurs twice, or is missing and cannot be computed.
         """
         known = self._types.keys() | set(self.encoding.columns()) | set(optional)
         if twice := [name for name in known if names.count(name) > 1]:
@@ -272,7 +272,7 @@ class RawQuery:
         self._engine.connection.register(_RAW, pa.table({_NUMBER: pa.nulls(0, pa.int64()), **arrays}))
 
     def _bind(self, have: set[str]) -> tuple[list[str], list[str]]:
-        """Return the columns of the table of rows that have the columns `have`, and the names of the result's columns.
+        """Return the statement's table columns and its result columns, for rows that have the columns `have`.
 
         For the data set's query, the table has the raw columns of training. A column that is not in `have` is null, as
         expressions that predictions do not need may read it. For a given statement, the table has the first of these
@@ -304,7 +304,7 @@ class RawQuery:
         return self._engine.schema(f"WITH {self._typed(table, table)} FROM ({self.statement})")
 
     def result_types(self, table: Sequence[str], outputs: Sequence[str]) -> list[pa.DataType]:
-        """Return the types of columns of the result."""
+        """Return the types of the result's columns `outputs`; `table` has the columns of the table of rows."""
         with self._lock:
             self._register_empty(table)
             schema = self._schema(table)
@@ -326,7 +326,7 @@ class RawQuery:
         return [name for name in found if name != _NUMBER]
 
     def select(self, outputs: Sequence[str], table: Sequence[str], raw: Sequence[str]) -> Any:
-        """Return the parsed statement for columns of the result, if rows have the columns `raw` of the table."""
+        """Return the parsed statement that computes `outputs` from rows that have the columns `raw` of the table."""
         number = [f"{_NUMBER} of the result"] if self._joins else []
         shown = ", ".join(map(identifier, [*outputs, *number]))
         order = f" ORDER BY {identifier(number[0])}" if number else ""
@@ -378,7 +378,7 @@ class RawQuery:
             raise WrongRowError(error.row, name, str(error)) from None
 
     def _refuse_rows(self, given: Any, rows: int) -> None:
-        """Raise UserError for a result whose rows are not those with the numbers 0 to `rows`, in order."""
+        """Raise UserError for a result whose row numbers `given` are not 0 to `rows` - 1, in order."""
         counts = np.bincount(given[given >= 0], minlength=rows)
         wrong = np.flatnonzero(counts != 1)
         if not len(wrong):
@@ -390,7 +390,7 @@ class RawQuery:
 class RawPlan:
     """How the columns of a data set are computed from rows with certain columns.
 
-    It has the methods and properties of `Encoding` that `ext.predict.rows` uses: the columns to read, and their kinds.
+    It has the methods and properties of `Encoding` that `hostdev.ext.predict.rows` uses, about the columns to read.
 
     Attributes:
         computed: For each computed column, the raw columns that it depends on.
@@ -430,7 +430,7 @@ class RawPlan:
         return {source for name, source in self.taken.items() if name in numbers} - others - set(self.raw)
 
     def complete(self, rows: Any, as_array: AsArray, *, as_arrays: bool = False) -> dict[str, Any]:
-        """Return the data set's columns of rows.
+        """Return the data set's columns, computed or taken from `rows`.
 
         Args:
             rows: The columns to read, by name.
@@ -455,7 +455,7 @@ class RawPlan:
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Whether the encoding reads all computed columns as plain Python values, which is faster for few rows."""
+        """Whether the encoding can read all computed columns as plain Python values, which is faster for few rows."""
         tests = (pa.types.is_integer, pa.types.is_string, pa.types.is_float64)
         types = self._query.result_types(self._table, list(self.computed))
         types = [kind.value_type if pa.types.is_list(kind) else kind for kind in types]

@@ -1,7 +1,8 @@
 """Values of raw rows in the types that they had when a query read them in training.
 
 DuckDB guesses a text file's types from its values. A few rows to predict may suggest other types, so the types of the
-training files are kept. No value is changed: text that does not fit the type, or 3.7 for an integer, is an error.
+training files are kept. Text that does not fit the type, or 3.7 for an integer, is an error; numbers are rounded to a
+floating-point or decimal type as DuckDB rounds text.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ _INTEGERS = frozenset(
     f"{sign}{name}" for sign in ("", "U") for name in ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT")
 )
 _SHOWN = 40
-_TEXTS = "hostdev texts"  # a table's name
+_TEXTS = "hostdev texts"  # name of the table with the texts to parse
 _ERRORS = (pa.ArrowException, ValueError, TypeError, OverflowError)
 
 
@@ -102,7 +103,7 @@ def _parse(engine: Engine, texts: pa.Array, wanted: RawType) -> pa.Array:
 
 
 def _cast(values: pa.Array, wanted: RawType) -> pa.Array | None:
-    """Return values [n] that are not text in the type in training, or None if a value would change."""
+    """Cast values [n] of a type other than text to the type in training; return None if a value does not fit it."""
     kind, types = wanted.kind, pa.types
     if values.null_count == len(values):
         return pa.nulls(len(values), kind)
@@ -126,7 +127,7 @@ def _cast(values: pa.Array, wanted: RawType) -> pa.Array | None:
 
 def _first_wrong(values: pa.Array, wanted: RawType) -> int:
     """Return the index of the first value that `_cast` refuses."""
-    low, high = 0, len(values)  # the first `low` values are right, and the first `high` are not
+    low, high = 0, len(values)  # the first `low` values all fit, the first `high` do not
     while high - low > 1:
         middle = (low + high) // 2
         if _cast(values.slice(0, middle), wanted) is None:
@@ -137,7 +138,7 @@ def _first_wrong(values: pa.Array, wanted: RawType) -> int:
 
 
 def array_of(values: Any, wanted: RawType) -> pa.Array | None:
-    """Return a list of plain values of the type in training as an array, or None if `convert` has to look at them."""
+    """Return a list of plain values as an array of the type in training, or None if `convert` has to check them."""
     kind = wanted.kind
     if type(values) is not list:
         return None

@@ -1,8 +1,8 @@
 """Readers of a query's files, completed so that all values of a column, not the first ones, decide its type.
 
-Text (CSV) is read as `preprocess table` reads it where DuckDB would guess: `#` begins no comment, and quotes are double
-quotes. Types of text come from `spelling`; several Parquet files with different types are one table, in which no value
-becomes another.
+Where DuckDB would guess, CSV is read as by `preprocess table`: `#` begins no comment, and quotes are double quotes.
+Types of text come from `spelling`; several Parquet files with different types become one table, in which no value
+changes.
 """
 
 import re
@@ -135,7 +135,7 @@ def _find_change(engine: Engine, node: Node, name: str, kind: str, groups: Seque
     if all(one.startswith("DECIMAL") for one in (*others, kind)) and not kind.startswith("DECIMAL(38"):
         return None
     wrong: tuple[str, str | None] | None = ("", None)
-    if others == {"VARCHAR"} and kind == "VARCHAR":  # integers are written in one way
+    if others == {"VARCHAR"} and kind == "VARCHAR":  # as text, an integer has one spelling
         test = f"regexp_full_match(trim({value}), {quoted(_NUMBER)})"
         test += f" AND trim({value}) IS DISTINCT FROM CAST(TRY_CAST({value} AS HUGEINT) AS VARCHAR)"
         wrong = _find(engine, node, value, test, [group for group in groups if group.types[name] == "VARCHAR"])
@@ -173,7 +173,7 @@ class Text(NamedTuple):
     Attributes:
         node: The reader of the texts.
         columns: The columns by name.
-        remedy: What a query writes to keep the texts of a column, whose name replaces "{}".
+        remedy: Advice for users who want to keep a column's texts; the column's name replaces "{}".
     """
 
     node: Node
@@ -218,7 +218,7 @@ def complete(tree: Node, engine: Engine) -> tuple[dict[int, Text], list[Mixed]]:
 
 
 def find_changed(engine: Engine, text: Text, name: str) -> str:
-    """Describe the first value of a column without a spelling whose text changes, and how to keep it."""
+    """Describe the first value whose text changes in a column without a spelling, and how to keep the text."""
     column, value = text.columns[name], identifier(name)
     rows = select_all(engine, text.node, ', filename AS "hostdev file", row_number() OVER () AS "hostdev row"')
     shown = usual(column)
@@ -258,7 +258,7 @@ def _function(table: str) -> str | None:
 
 
 def _named_columns(tree: Node) -> frozenset[str] | None:
-    """Return the names of the columns that a query mentions, in lower case; None if it may compute with others, too."""
+    """Return the lower-case names of the columns that a query mentions; None if it may compute with further columns."""
     names: set[str] = set()
     for node in walk(tree):
         kind = node.get("type")
@@ -390,7 +390,7 @@ def _uses_json(tree: Node) -> bool:
         name = node.get("function_name", "").lower()
         if node.get("class") == "FUNCTION" and (name in ("->", "->>") or name.startswith("json")):
             return True
-        if node.get("class") == "LAMBDA" and (node.get("expr") or {}).get("class") == "CONSTANT":  # field -> 'name'
+        if node.get("class") == "LAMBDA" and (node.get("expr") or {}).get("class") == "CONSTANT":  # such as x -> 'name'
             return True
     return False
 
@@ -419,7 +419,7 @@ def _complete_json(node: Node, engine: Engine, *, keeps_json: bool) -> Text | No
 
 
 def _as_text(kind: Any, *, keeps_json: bool) -> str:
-    """Return a JSON column's type, with text for times and UUIDs, which JSON has as text, and for mixed values."""
+    """Return a JSON column's type, but text for mixed values, and for times and UUIDs, which JSON writes as text."""
     if kind.id == "list":
         return f"{_as_text(kind.children[0][1], keeps_json=keeps_json)}[]"
     if kind.id == "struct":

@@ -40,7 +40,7 @@ class Settled(NamedTuple):
     Attributes:
         tree: The parse tree.
         order: Description of the order of the rows.
-        keeps_order: Whether this is the order of the files without any sort.
+        keeps_order: Whether the rows are in the order of the files, without any sort.
         doubts: Descriptions of expressions whose value could depend on threads.
         ties: The doubts about rows that tie in a sort; their order could also depend on memory.
     """
@@ -120,7 +120,7 @@ def _settle_window(node: Node, keys: list[Node]) -> bool:
     orders = node["orders"]
     if name in _OF_FRAMES and not by_rows and (excludes_ties or not is_whole):  # with more keys, fewer rows would tie
         orders = node["arg_orders"] = copy.deepcopy(orders)
-    elif node["arg_orders"] and name in _NUMBERING - _OF_FRAMES:  # used instead of the window's ORDER BY
+    elif node["arg_orders"] and name in _NUMBERING - _OF_FRAMES:  # these replace the window's ORDER BY
         orders = node["arg_orders"]
     orders += [ordering(key) for key in keys]
     return True
@@ -146,7 +146,7 @@ def _keys_of(select: Node, listed: bool) -> Iterator[Node]:
         yield call("row", unpacked(every_column()))
         return
     names = [name.lower() for name in _names_in(select.get("from_table") or {})]
-    if len(set(names)) == len(names):  # the table's name is a struct of its columns, or else a column
+    if len(set(names)) == len(names):  # a table's name stands for a struct of its columns, unless a column has it
         yield from (call("struct_values", reference(name)) for name in names)
 
 
@@ -189,7 +189,7 @@ def _names_in(table: Node) -> Iterator[str]:
 
 
 def implicit_name(table: str) -> str:
-    """Return the table name that SQL uses for a file: the file's name without folder and suffix."""
+    """Return the table name that SQL uses for a file: the file's name without its folder, up to the first dot."""
     name = table.replace("\\", "/").rpartition("/")[2]
     return name.partition(".")[0] if "." in name else name
 

@@ -149,7 +149,7 @@ class QueryRows(RecordBatches):
 
 
 def _with_one_zero(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Replace -0.0 by 0.0, because SQL takes them for equal, so that either could come first in a sort or be kept."""
+    """Replace -0.0 with 0.0: SQL treats the two as equal, so a sort or GROUP BY could return either of them."""
     columns = []
     for column in batch.columns:
         if pa.types.is_floating(column.type):
@@ -199,7 +199,7 @@ class QueryOptions:
 
 
 def open_query(sql: str, options: QueryOptions) -> QueryRows:
-    """Open a query for `TableSource`; print a note about its row order, threads and memory."""
+    """Open a query for `table.TableSource`; print a note about its row order, threads and memory."""
     found = QueryRows(sql, Engine(options.threads, options.memory, options.spill, options.tables), options.threads)
     lines = [f"query: rows in the order {found.order}; {format_bytes(options.memory)} of memory"]
     if found.doubts and options.threads > 1:

@@ -16,7 +16,7 @@ _SAMPLE = 2000  # rows in which spellings are tried before they are checked in a
 _NUMBER = (
     r"[+-]?((0|[1-9][0-9]{0,14})|(0|[1-9][0-9]*)?\.[0-9]+|(0|[1-9][0-9]*)\.|"
     r"(0|[1-9][0-9]*)(\.[0-9]*)?[eE][+-]?[0-9]+|\.[0-9]+[eE][+-]?[0-9]+|[nN][aA][nN]|[iI]nf(inity)?)"
-)  # not 007, and no integer so long that a float may represent several of them
+)  # neither 007, nor integers so long that a float may stand for several of them
 _CLOCKS = ("%H:%M:%S", "%H:%M", "%H:%M:%S.%g", "%H:%M:%S.%f")
 _TEXT = f"CAST({X} AS VARCHAR)"
 
@@ -99,7 +99,7 @@ class SpelledColumn(NamedTuple):
 def choose(
     engine: Engine, relation: str, guesses: Mapping[str, str], formats: Mapping[str, str]
 ) -> dict[str, SpelledColumn | None]:
-    """Return a type for each column of text that fits all its values, or None for text.
+    """Return, for each column of text, a type that fits all its values; None if the column stays text.
 
     Args:
         relation: A query whose columns are text.
@@ -173,7 +173,7 @@ def _fits(name: str, kind: str, formats: Mapping[str, str]) -> list[str]:
 def _true(
     engine: Engine, relation: str, tests: Mapping[tuple[str, str], Sequence[str]], *, if_missing: bool
 ) -> dict[tuple[str, str], list[str]]:
-    """Return the tests that hold for all values of their column; without values, `if_missing` decides."""
+    """Return the tests that hold for all values of their column; if it has no values, `if_missing` decides."""
     asked = [(key, test) for key, of in tests.items() for test in of]
     if not asked:
         return {key: [] for key in tests}

@@ -96,7 +96,7 @@ def selects(node: Any) -> Iterator[Node]:
 
 
 def table_name(node: Node) -> str:
-    """Return the name of a table or file in FROM; `log.csv` without quotes is a table of a schema for the parser."""
+    """Return the name of a table or file in FROM; the parser takes an unquoted log.csv for table csv in schema log."""
     return ".".join(node["qualified_name"]["path"])
 
 

@@ -33,7 +33,7 @@ class _OnDevice(NamedTuple):
     inverse: Tensor
     frozen: Tensor
     powers: Tensor
-    source: Any  # the clock's array of inverses, which grows or is replaced
+    source: Any  # the host array behind `inverse`; all arrays are copied again if the clock has another one
     known: int  # entries of `inverse` and `frozen` that are on the device
 
 

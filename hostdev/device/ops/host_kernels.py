@@ -1,6 +1,6 @@
 """Row operations if the CPU is the device: they call the host's kernels, because device memory is host memory.
 
-The docstrings are those of all implementations.
+The docstrings here hold for all implementations.
 """
 
 from collections.abc import Sequence
@@ -210,7 +210,7 @@ def update(
         admitted: The admitted rows, float32 [A, 1 + S, D]; None for no rows.
         admitted_row_slots: Their per-row state, float32 [A, R].
         clock: The step history from which to apply the steps that the rows have missed; None if they missed none.
-        clocks: The table's clocks on the device; required with `clock`.
+        clocks: The table's copies of its clocks on the device, which save copying; None to copy all of `clock`.
     """
     if skip is not None and skip.item():
         return
@@ -223,7 +223,7 @@ def update(
 
 
 def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, formats: tuple[int, ...]) -> None:
-    """Round planes of rows to values that can be stored, in place: `kernels.bfloat16.round_rows`.
+    """Round planes of rows, in place, to values that can be stored, as `kernels.bfloat16.round_rows` does.
 
     Args:
         block: The rows, float32 [any, 1 + S, D].

@@ -67,7 +67,7 @@ class TorchUses(NamedTuple):
     """A batch's occurrences of rows in several features; B and N differ by feature."""
 
     rows: int
-    inverse: Tensor  # int64, of all features, concatenated
+    inverse: Tensor  # int64, the concatenated `inverse` of all features
     features: list[tuple[Tensor | None, Tensor | None, Tensor | None]]  # divisors [B, 1], bags [N], weights [N, 1]
 
 
@@ -252,7 +252,7 @@ def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int, for
     if not len(row_ids):
         return
     held = block[: len(row_ids)] if ids is None else block.index_select(0, ids)
-    for plane, kind in enumerate(formats):  # planes of a copy, or of the block itself
+    for plane, kind in enumerate(formats):  # `held` is a copy, or a view of the block
         if kind == FLOAT32:
             continue
         random = _random_bits(row_ids.long(), block.shape[2], key, plane)

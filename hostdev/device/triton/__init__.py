@@ -1,7 +1,7 @@
 """Triton kernels for rows on the device: one launch where torch needs several, with the host kernels' exact results.
 
-Callers use the operations in `ops`; `rows`, `sums` and `updates` contain the kernels, and `launch` launches them. CPU
-builds of torch lack Triton, so only a call on CUDA imports it.
+Callers use the operations in `ops`; `rows`, `sums` and `updates` contain the kernels, and `rows.launch` launches them.
+CPU builds of torch lack Triton, so only a call on CUDA imports it.
 """
 
 import importlib.util

@@ -27,7 +27,7 @@ def tile(D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, program):
 
 
 def shape(D: int, elements: int = _ELEMENTS) -> dict[str, int]:
-    """Return a tile's constants: as many whole rows as fit, so that few lanes are idle."""
+    """Return the constants of a tile of as many whole rows as fit, so that few lanes are idle."""
     block = max(elements, triton.next_power_of_2(D))
     return {"D": D, "ROWS": block // D, "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
 
@@ -128,7 +128,7 @@ def _swap(there, slots, here, row, column, inside, STAY, D: tl.constexpr):
     at = there + tl.load(slots + row, mask=inside, other=0).to(tl.int64) * D + column
     own = here + row.to(tl.int64) * D + column
     comes, goes = tl.load(own, mask=inside), tl.load(at, mask=inside & (row >= STAY))
-    tl.debug_barrier()  # see `launch`
+    tl.debug_barrier()  # see the module's docstring
     tl.store(at, comes, mask=inside)
     tl.store(own, goes, mask=inside & (row >= STAY))
 

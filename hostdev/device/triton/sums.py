@@ -110,7 +110,7 @@ def _add_segments(
     at = out + row.to(tl.int64) * D + column
     total = tl.load(at, mask=inside, other=0.0)
     total = _add_in_order(total, partial, None, None, None, begin // SEGMENT + 1, count, column, D)
-    tl.debug_barrier()  # see `launch`
+    tl.debug_barrier()  # see the module `rows`
     tl.store(at, total, mask=inside)
 
 

@@ -106,7 +106,7 @@ def _update(
         a = tl.load(at + D, mask=inside, other=0.0)
     if W > 2 * D:
         b = tl.load(at + 2 * D, mask=inside, other=0.0)
-    tl.debug_barrier()  # see `launch`
+    tl.debug_barrier()  # see the module `rows`
     if PRIMITIVE == "FusedSparseSGD":
         w = w - s0 * g
     elif PRIMITIVE == "FusedSparseMomentum":
@@ -178,7 +178,7 @@ def _update_row_wise(
         a = beta2 * a + rest2 * mean
     else:
         a = a + mean
-    tl.debug_barrier()  # see `launch`
+    tl.debug_barrier()  # see the module `rows`
     tl.store(accum, a, mask=inside)
     divisor = (tl.sqrt_rn(a) + eps)[:, None]
     for c in range(0, D, LANES):

@@ -58,7 +58,7 @@ class ColumnUses(NamedTuple):
     name: str
     kept: Counts  # ids with a row
     missed: Counts  # uses in one pass over the training samples, before the id gets a row
-    unknown: Counts  # uses in test samples of ids without a row
+    unknown: Counts  # uses of ids without a row, in test samples
     uses: int  # uses of all ids in training samples
     test_uses: int
 
@@ -120,7 +120,7 @@ def advise_admission(settings: TrainConfig, data: Path, found: Manifest) -> None
 
 
 def format_advice(columns: list[ColumnUses], each: int) -> list[str]:
-    """Return the tables and the advice as lines; `each` is the number of bytes of a key."""
+    """Return the tables and the advice as lines; `each` is the number of bytes that a key and its rows take."""
     kept = np.sum([column.kept for column in columns], 0)
     uses, test_uses = sum(column.uses for column in columns), sum(column.test_uses for column in columns)
     missed = np.sum([column.missed for column in columns], 0) / max(1, uses)

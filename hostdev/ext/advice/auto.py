@@ -40,7 +40,8 @@ from hostdev.train.build import device_of, known_counts, model_of
 from hostdev.train.options import TrainConfig
 from hostdev.train.room import estimate_host_memory, measure_free_after_step
 
-_LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # limits of the simulation
+# The simulation reads 48 to 256 batches, if there are so many; from the 48th on, it stops once it has read 2**24 ids.
+_LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24
 _SAMPLE = 1000  # samples in the batch from which the shapes of the model's inputs are read
 
 Config = TypeVar("Config", bound=TrainConfig)

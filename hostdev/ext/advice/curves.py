@@ -41,7 +41,7 @@ SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
 _WORTH = 1.05  # a smaller cache is preferred if it takes at most this multiple of the least time
 _UNKNOWN = Costs(0, 0, 0)
 _PLANS_PART, _MOST_BYTES = 4, 3 << 30  # plans take at most 1/4 of the free memory; plans and counts, at most 3 GiB
-_RATED = 9  # batches to measure the host's work
+_RATED = 9  # number of batches on which the host's work is measured
 
 
 def host_costs(
@@ -111,7 +111,7 @@ class TableGroup:
     names: tuple[str, ...]
     rows: int
     tables: tuple[TableShape, ...]
-    host: Costs = _UNKNOWN  # nanoseconds per row on the host
+    host: Costs = _UNKNOWN  # the host's nanoseconds for a bypassing, an admitted and an evicted row
     unique: int = 0  # maximum number of unique ids in a batch
 
     @classmethod

@@ -25,10 +25,10 @@ from hostdev.train.build import LEAST_ROW, groups_of
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 _SECONDS = 1.0  # the time to measure writing, and the time to measure reading
-_MOST_WRITTEN = 1 << 30  # bytes
+_MOST_WRITTEN = 1 << 30  # maximum bytes that the measurement writes
 _ROW_BYTES = 1000
 _AT_ONCE = 4096  # rows that are read at a time
-_COLLECTED = 2.0  # bytes written for each byte of a changed row, at most: half of a segment is collected
+_COLLECTED = 2.0  # most bytes written per byte of a changed row: segments are rewritten when half of them is dead
 
 
 class DiskRates(NamedTuple):
@@ -88,7 +88,7 @@ def measure_disk(folder: Path) -> DiskRates:
             positions = where[:count].astype(np.int64) - 1
         store.finish(np.unique(positions // format_.per_segment).tolist())
         written = count * format_.record_bytes / (time.perf_counter() - begin)
-        positions = positions[:: format_.per_block]  # one in each page
+        positions = positions[:: format_.per_block]  # one row of each page
         order = np.random.default_rng(1).permutation(len(positions))
         begin, done = time.perf_counter(), 0
         while time.perf_counter() - begin < _SECONDS:
@@ -149,7 +149,7 @@ def simulate(
 
 
 def _count(group: TableGroup, share: float) -> int:
-    """Return how many rows fit in the memory of this share of a group's rows, less the reserved ones: one in eight."""
+    """Return how many rows the pipeline can hold at once if the tables' memory fits this share of a group's rows."""
     size = MemorySize(group.rows, *_formats(group)[0])
     return count_most(size.count_frames(int(share * group.rows * size.frame_bytes)), group.rows)
 

@@ -15,8 +15,8 @@ from hostdev.cache.planner import Planner
 from hostdev.cache.prices import Costs
 
 OPTIMUM = "optimum"
-_MOST_RECORDED = 1 << 25  # unique ids, for the optimum
-_VISITS = 1e8  # uses visited for each bound
+_MOST_RECORDED = 1 << 25  # maximum number of unique ids that `Optimum` records
+_VISITS = 1e8  # approximate number of uses that the computation of a bound visits
 
 UniqueIds = tuple[npt.NDArray[Any], npt.NDArray[np.int32]]  # a batch's unique ids [U], and how often it uses each [U]
 
@@ -25,7 +25,7 @@ class Simulated(NamedTuple):
     """Results of a cache, or of the optimum; each figure of the optimum may come from a different cache."""
 
     statistics: Statistics
-    planning: float = 0.0  # seconds, over the same batches
+    planning: float = 0.0  # seconds of planning, for the batches that `statistics` covers
     least: tuple[float, ...] = ()  # for the optimum: the lowest cost for each of its `costs`
 
 
@@ -82,7 +82,7 @@ class SimulatedCache:
 
 
 class Optimum:
-    """The best caches for a group of tables: the most hits, and the lowest costs. Records all batches.
+    """The best caches for a group of tables: the most hits, and the lowest costs. Records up to 2**25 unique ids.
 
     Args:
         rows: Number of rows of each table.
@@ -103,7 +103,7 @@ class Optimum:
             self._recorded.append((ids, uses))
 
     def end(self) -> list[Simulated]:
-        """Return the results of the best caches of each size; [] if host memory does not suffice to find them.
+        """Return the results of the best caches of each size; [] if there were too many ids, or memory is too small.
 
         For the lowest costs, a cache may begin the second half with any rows.
         """

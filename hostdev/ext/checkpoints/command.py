@@ -1,4 +1,4 @@
-"""The commands `checkpoint info|verify|...`; another module has parsed their flags."""
+"""Runs `hostdev checkpoint info`, `verify` and the other sub-commands, once their flags are parsed."""
 
 import argparse
 from functools import partial

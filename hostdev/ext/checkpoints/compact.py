@@ -77,7 +77,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
             with --early-stop; None keeps all.
 
     Raises:
-        UserError: Another process is writing to the folder.
+        UserError: Another process is writing to the folder, or has merged or removed the checkpoint.
         OSError: The checkpoint cannot be written.
     """
     newest = chain[-1]

@@ -63,7 +63,8 @@ def deliver(chain: Chain, path: Path, keep: int) -> Delivered:
         keep: Number of newest checkpoints to keep in the target, together with their parents.
 
     Raises:
-        BrokenCheckpointError: A file of the checkpoint is damaged or gone; the target is as it was.
+        BrokenCheckpointError: A file of the checkpoint is damaged or gone; unless that happened during the delivery,
+            the target is unchanged.
         UserError: The folder is in use, has another checkpoint of the same name or a newer one, or cannot be written.
         StoreError: The store cannot be read or written.
     """

@@ -1,6 +1,6 @@
-"""Export of a checkpoint's tables and dense layers to Parquet, .npy or safetensors, range by range.
+"""Export of a checkpoint's tables and dense layers to Parquet, .npy or safetensors, one range of rows at a time.
 
-Tables of ids are exported with the vocabulary of the checkpoint's data set: the column and value of each id.
+If the checkpoint's data set has a vocabulary, the export says which column and value each id stands for.
 """
 
 import io
@@ -52,7 +52,7 @@ def read_vocabulary(layers: Layers) -> pa.Table | None:
 
 
 class ExportOptions(NamedTuple):
-    """The options of an export. `slots` adds optimizer state, steps, settings and `extra`."""
+    """The options of an export. `slots` adds optimizer state, steps, settings and the `extra` of `Runtime.save`."""
 
     format: str
     slots: bool

@@ -21,8 +21,8 @@ class Exporter:
     and `check` and `write` should import the rest.
 
     Attributes:
-        options: The names of the options that have an effect with the format, such as "slots", with those that
-            `add_options` adds. The command rejects other formats' options.
+        options: The names of all options that have an effect with the format: those that its `add_options` adds, and
+            those of other formats that it also uses, such as "slots". The command rejects other formats' options.
     """
 
     options: ClassVar[tuple[str, ...]] = ()

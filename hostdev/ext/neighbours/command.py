@@ -1,4 +1,4 @@
-"""The command `neighbours`, after its flags are parsed."""
+"""Runs `hostdev neighbours`, once its flags are parsed."""
 
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
@@ -16,7 +16,7 @@ from hostdev.data.preprocess.naming import listed, short
 from hostdev.data.schema import Column
 from hostdev.ext.neighbours.search import NamedRows, OpenedCheckpoint, find_nearest, open_source
 
-_LONGEST = 80  # characters of a printed name
+_LONGEST = 80  # maximum number of characters of a printed name
 
 
 def run(arguments: argparse.Namespace, prog: str) -> None:

@@ -21,9 +21,9 @@ from hostdev.ext.neighbours.search import NamedRows, OpenedCheckpoint, find_near
 from hostdev.kernels.arrays import Values
 
 LIST = "indexes.json"
-LINKS, BUILD_WIDTH, SEARCH_WIDTH = 32, 200, 64  # of HNSW: M, efConstruction, efSearch
+LINKS, BUILD_WIDTH, SEARCH_WIDTH = 32, 200, 64  # HNSW's parameters M, efConstruction and efSearch
 BOUND = 1e-5  # maximum difference from exact scores, for rows of length 1
-_CHECKED, _NEAREST = 16, 10  # number of rows to compare, and of neighbours of each
+_CHECKED, _NEAREST = 16, 10  # rows that are searched for to check an index, and neighbours of each
 
 
 class FaissOptions(NamedTuple):
@@ -98,7 +98,7 @@ def choose_rows(source: OpenedCheckpoint, options: FaissOptions) -> list[NamedRo
 def _write_index(
     faiss: Any, options: FaissOptions, rows: NamedRows, out: Path, progress: Any
 ) -> tuple[dict[str, Any], float]:
-    """Write the index and the names of some rows, and check the index; return its entry in the list, and its recall."""
+    """Write the index and the names of `rows`, and check the index; return its entry in the list, and its recall."""
     need = len(rows) * (4 * rows.dim + (0 if options.kind == "flat" else 8 * LINKS + 16))
     require_memory(need, f"an index of {len(rows):,} rows", "choose a --column, or --index flat")
     name = quote(f"{rows.table}.{rows.space}" if rows.has_names else rows.table, safe=" ")
@@ -112,7 +112,7 @@ def _write_index(
 
 
 def _make(faiss: Any, options: FaissOptions, rows: NamedRows) -> Any:
-    """Return an empty index with memory for all rows; without it, the index would copy all its rows to grow."""
+    """Return an empty index with memory reserved for all rows; otherwise, the index would copy its rows to grow."""
     metric = faiss.METRIC_L2 if options.metric == "l2" else faiss.METRIC_INNER_PRODUCT
     if options.kind == "flat":
         index = faiss.IndexFlat(rows.dim, metric)

@@ -30,7 +30,7 @@ from hostdev.ext.predict.opening import open_checkpoint, reading
 from hostdev.kernels.arrays import LongIds, Values
 
 _BLOCK_BYTES = 4 << 20  # bytes of weights that are read at a time
-_FEW = 20_000  # names, among which similar ones are found within a fraction of a second
+_FEW = 20_000  # maximum number of rows whose names are searched for similar ones; takes a fraction of a second
 Scores = npt.NDArray[np.float64]
 
 
@@ -63,7 +63,7 @@ class NamedRows:
         self._options: dict[str, str] = {}
         self._keys: LongIds | None = None
         if about.keys is not None:
-            self._options = {"unknown": next(iter(about.keys.unknown), "")}  # all keys of lookups have rows
+            self._options = {"unknown": next(iter(about.keys.unknown), "")}  # unused: all keys of lookups have rows
             keys = layers.merged(table).columns.keys
             self._keys = keys if space is None else keys[space.has(keys)]
             self._segments = [(0, len(self._keys))]
@@ -128,7 +128,7 @@ class NamedRows:
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """An opened checkpoint.
+    """An opened checkpoint, with the data set that it was trained on.
 
     Attributes:
         chain: The checkpoint and its parents.
@@ -217,7 +217,7 @@ class OpenedCheckpoint:
         return self._columns[name]
 
     def require_columns(self, table: Table, option: str) -> None:
-        """Raise UserError unless the rows of a table are those of the data set's values."""
+        """Raise UserError if there is a data set, and a table's rows are not those of its ids."""
         if not self.has_columns(table) and self.data is not None:
             raise UserError(
                 f"{option}: table {table.name!r} has {table.rows:,} rows, which are not the data's "

@@ -25,8 +25,8 @@ from hostdev.ext.parallel.plan import (
     sliceable,
 )
 
-_TRIAL_SECONDS = 6.0  # for all steps of the finalists together
-_FIRST_ROUNDS = 2  # steps of each layout from which the finalists are picked
+_TRIAL_SECONDS = 6.0  # target for the sum of the times of all finalists' steps
+_FIRST_ROUNDS = 2  # number of steps that each layout takes before the finalists are picked
 _ROUNDS = 3, 25  # minimum and maximum number of measured steps of a finalist
 _SHOWN = 8  # maximum number of candidates in the table
 _FINALISTS = 4  # maximum number of candidates that take more steps, in turn
@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
 
     mesh: Mesh  # the mesh
     begins: list[str]  # names of the first pieces of the second and later stages
-    plan: Plan  # strategies of layers
+    plan: Plan  # slicing strategies of the layers
     memory: int  # bytes on the fullest rank: parameters, gradients, two optimizer states, saved activations
     measured: float | None = None  # median seconds of a step; None if no step was timed
 
@@ -63,7 +63,7 @@ class LayoutChoice(NamedTuple):
         mesh: The chosen mesh.
         layout: The chosen layout.
         tried: All candidates, the chosen one first.
-        available: Bytes of free memory on each rank.
+        available: Bytes of free memory on the rank that has the least.
     """
 
     mesh: Mesh
@@ -117,7 +117,7 @@ def choose(
     looked_up: bool = False,
     build: Builder,
 ) -> LayoutChoice:
-    """Take steps in all layouts for some seconds, and return the fastest layout. All ranks must call this function.
+    """Time steps in all layouts that fit into memory, and return the fastest layout. All ranks must call this function.
 
     Args:
         network: The whole network, which is left unchanged: copies of it take the steps.
@@ -175,8 +175,8 @@ def enumerate_layouts(
 ) -> list[Candidate]:
     """Return the possible layouts, without measuring them; `sample` has the network's inputs for one micro-batch.
 
-    Stages are cut by the number of floating-point operations. Layers are sliced in up to three ways: the largest one,
-    all in pairs, and all.
+    Stages are cut by the number of floating-point operations. Layers are sliced in up to three ways: only the largest
+    layer or pair, all pairs, or all layers.
 
     Raises:
         UserError: No layout is possible, or `given` does not fit the network.

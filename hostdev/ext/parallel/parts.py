@@ -39,7 +39,7 @@ class Parts:
         device: Where the part runs.
         autocast: Dtype of autocast, or None.
         aside: Whether an additional last input, float32 [], bypasses the network and is returned with its output.
-        ops: Hooks around the micro-batches' forward and backward passes; `watching` is set here.
+        ops: Hooks around the micro-batches' forward and backward passes; the hook `watching` is replaced.
 
     Attributes:
         text: The layout, for the user; "" if this rank has the whole network.
@@ -226,7 +226,7 @@ def broadcast_parameters(network: nn.Module, ranks: World) -> None:
     tensors = [*network.parameters(), *network.buffers()]
     slices = [tensor for tensor in tensors if get_slice_dim(tensor) is not None]
     broadcast_tensors((tensor for tensor in tensors if get_slice_dim(tensor) is None), ranks.control)
-    if slices:  # only then: a channel that is not used may close while another rank still connects
+    if slices:  # no channel without slices: an unused channel may close while another rank still connects to it
         broadcast_tensors(slices, ranks.channel("data"))
 
 

@@ -65,7 +65,7 @@ def resolve_strategies(
                     f"--plan {name}={strategy}: {name}.{parameter} is already marked by hostdev.parallel.sliced; "
                     "leave the layer out of the plan"
                 )
-            if dim is not None and value is not None and value.shape[dim] % ranks:  # as in `divides`
+            if dim is not None and value is not None and value.shape[dim] % ranks:  # the same test as in `divides`
                 raise UserError(
                     f"--plan {name}={strategy}: {name}.{parameter} has shape {list(value.shape)}, but "
                     f"{value.shape[dim]} cannot be cut into {ranks} equal slices; use another --mesh, or "

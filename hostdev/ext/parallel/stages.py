@@ -186,7 +186,7 @@ def _call_network(call: Callable[..., Any], *values: Any) -> Any:
 
 
 class _StageBody(nn.Module):
-    """A stage that takes and returns each tensor once, and the state of torch's generator if a stage draws from it."""
+    """A stage that takes and returns each distinct tensor once, and torch's generator state if any stage draws."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class _SizedStage(PipelineStage):
         """Prepare for a batch of micro-batches of these sizes."""
         self.has_backward = backward
         self.clear_runtime_states()
-        self.chunks = len(sizes)  # otherwise, torch would keep the number of the first schedule
+        self.chunks = len(sizes)  # otherwise, torch would keep the first schedule's number of micro-batches
         self._batch, self._sizes, self._inputs, self._on_gradients = batch, sizes, inputs, on_gradients
 
     def end(self) -> None:
@@ -335,7 +335,7 @@ class _SizedStage(PipelineStage):
         try:
             with self._ops.timeline.span("backward", self._batch, at=self.stage_index, micro_batch=bwd_chunk_id):
                 self._ops.backward(super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
-        except Exception as error:  # torch's message has a line for each tensor
+        except Exception as error:  # torch wraps the cause in a message with a line for each tensor
             cause = error.__cause__
             raise _NetworkError(cause if isinstance(cause, Exception) else error) from None
         if not self.is_first:  # the previous stage waits for a gradient of each trained value

@@ -59,7 +59,7 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
     Raises:
         UserError: The folder exists or cannot be written; raised on all ranks.
     """
-    temporary = folder.with_name(f".{folder.name}.part")  # shared by all ranks, unlike that of `outputs.new_folder`
+    temporary = folder.with_name(f".{folder.name}.part")  # the same name on all ranks, unlike in `outputs.new_folder`
     _require_all(ranks, _make_folder(folder, temporary) if ranks.rank == 0 else "")
     said: dict[str, Any] = {}
     problem = ""
@@ -383,7 +383,7 @@ class NetworkState:
             optimizer.load_state_dict(dict(found.optimizer))
 
     def _slice_for_rank(self, value: Any, like: Tensor) -> Any:
-        """Return this rank's slice of a whole value."""
+        """Return this rank's slice of a whole value; a value that is not sliced like `like` is returned whole."""
         dim = get_slice_dim(like)
         if dim is None or value.dim() <= dim:
             return value

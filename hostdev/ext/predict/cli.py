@@ -15,7 +15,7 @@ HELP = "write the predictions for the rows of a file"
 
 
 def add_checkpoint(to: cli.Parser, missing: str) -> None:
-    """Add --checkpoint and --which; `missing` is the error message for a path, {}, that does not exist."""
+    """Add --checkpoint and --which; `missing` is the error for a path that does not exist, with {} for the path."""
     to.inputs["checkpoint"] = partial(require_input, said=missing)
     to.add_argument(
         "--checkpoint",

@@ -1,4 +1,4 @@
-"""The command `predict`, after its flags are parsed."""
+"""Runs `hostdev predict`, once its flags are parsed."""
 
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 

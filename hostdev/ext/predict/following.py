@@ -17,11 +17,11 @@ from hostdev.core.workers import Worker
 from hostdev.ext.predict.opening import Opened, open_checkpoint
 
 SECONDS = 0.5  # between two checks of a folder for newer checkpoints
-_SETTLE_NS = 2_000_000_000  # a damaged file is read again if it had changed within this time before
+_SETTLE_NS = 2_000_000_000  # a damaged file that changed less than this time before a look is read again at the next
 
 
 class Replaceable(Protocol):
-    """A predictor that a newer checkpoint's predictor can replace. `Predictor` is one; its module imports this one."""
+    """A predictor that one of a newer checkpoint can replace, such as `Predictor`, whose module imports this module."""
 
     path: Path
     step: int
@@ -42,8 +42,8 @@ class FollowingPredictor(Generic[P]):
 
     A thread watches the folder. It compares a new checkpoint's files with their checksums, and builds the new model
     while the current one predicts. Then it replaces the current predictor in one step, so that each call uses one
-    checkpoint. Files that both checkpoints have are in memory once. If the new checkpoint is damaged, or is of a model
-    with other columns, `on_problem` is called, and the current predictor stays. Any number of threads may call this
+    checkpoint. Files that both checkpoints have are in memory once. If the new checkpoint is damaged, or is of another
+    model or data set, `on_problem` is called, and the current predictor stays. Any number of threads may call this
     object.
 
     Attributes:
@@ -125,7 +125,7 @@ class FollowingPredictor(Generic[P]):
             self._damaged = (error.file or self._damaged) if isinstance(error, BrokenCheckpointError) else None
             self._say(f"{error}; predictions are still those of {self.current.path.name}")
         damaged = None if self._damaged is None else _stat(self._damaged)
-        is_old = damaged is None or damaged[-1] < begun - _SETTLE_NS  # it had not just changed
+        is_old = damaged is None or damaged[-1] < begun - _SETTLE_NS  # the file has not changed recently
         self._seen = (there[0], damaged) if is_old else None
 
     def _take(self, made: P) -> None:

@@ -28,7 +28,7 @@ from hostdev.runtime.features import read_ids
 
 FILE, ABOUT = "dense.onnx", "dense.json"
 OPSET = 18  # the version of ONNX 1.13, the lowest that torch's exporter writes
-BOUND = 1e-5  # maximum difference from predictions: absolute up to 1, relative above
+BOUND = 1e-5  # a result may differ from its prediction p by at most BOUND * max(1, |p|)
 DENSE, ROWS, BATCH = "dense", "rows", "batch"
 _CHECKED = 64  # random samples with which the network is checked
 
@@ -211,7 +211,7 @@ def _convert(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch, which reports on its own code, packages that are not needed, and graphs that it gives up."""
+    """Silence torch, which warns about its own code, packages that are not needed, and ways that it gives up."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -61,7 +61,7 @@ class Output:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if kind is None and self._writer is None:  # no rows
+            if kind is None and self._writer is None:  # without rows, too, the file gets its columns
                 fields = [
                     *((name, pa.float32()) for names in self._names for name in names),
                     *((name, pa.string()) for name in self._more),

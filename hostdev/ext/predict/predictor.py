@@ -1,4 +1,4 @@
-"""`Predictor`: probabilities from a checkpoint of `python -m hostdev.train`, for one row or a million.
+"""`Predictor`: predictions from a checkpoint of `python -m hostdev.train`, for one row or many.
 
 `UnknownValues` warns about columns with far more out-of-vocabulary values than in training, which happens if values are
 written in another format.
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 from hostdev.data.preprocess.encoding import Encoding
 
 _SOME = 20  # columns with fewer values are not reported
-_MOST = 0.5  # a share of unknown values above this is reported
-_TIMES = 2  # and only if it is also more than this many times the share in training
+_MOST = 0.5  # a column is reported only if its share of unknown values is above this
+_TIMES = 2  # a column is reported only if its share of unknown values is above this many times the share in training
 Probabilities = npt.NDArray[np.float32]
 
 
@@ -103,7 +103,7 @@ class _FeatureLookup(NamedTuple):
 
     name: str
     feature: Feature
-    is_single: bool  # as in `Feature`
+    is_single: bool  # the value of `Feature.is_single`
     tables: list[str]
     unknown: Sequence[str]  # names of the feature's out-of-vocabulary rows in tables by key
 
@@ -182,7 +182,7 @@ class Predictor:
         seconds: float = SECONDS,
         on_change: "Callable[[Predictor], object]" = lambda predictor: None,
         on_problem: Callable[[str], object] = warn,
-        **options: Any,  # Any, as they are arguments of Predictor
+        **options: Any,  # Any: arguments of Predictor, of any type
     ) -> "FollowingPredictor[Predictor]":
         """Return a predictor that switches to newer checkpoints of a folder while it predicts.
 
@@ -255,7 +255,7 @@ class Predictor:
 
     @cached_property
     def raw_query(self) -> "RawQuery | None":
-        """Computes the columns of raw rows; None if the data set was not made by a query, and no query is given."""
+        """Computes columns from raw rows; None if the data set was not made by a query, and no query is given."""
         if not self.has_query:
             return None
         from hostdev.data.preprocess.query.raw_rows import RawQuery, find_source  # imports DuckDB

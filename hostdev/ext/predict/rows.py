@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hostdev.data.preprocess.encoding import Encoding
     from hostdev.data.preprocess.query.raw_rows import RawPlan
 
-    Columns = Encoding | RawPlan  # say which columns are read, and which of these have lists or only numbers
+    Columns = Encoding | RawPlan  # both say which columns are read, and which of these have lists, or only numbers
 
 
 def as_mapping(rows: Any) -> Any:
@@ -186,7 +186,7 @@ def _protect_values(name: str, values: Sequence[Any]) -> Any:
         return [None if value is None else str(value) for value in values]
     if np.datetime64 in kinds and kinds <= {np.datetime64, type(None)}:
         return np.array(["NaT" if value is None else value for value in values], "datetime64")
-    times = [value for value in values if isinstance(value, datetime) and value == value]  # not NaT
+    times = [value for value in values if isinstance(value, datetime) and value == value]  # NaT != NaT
     if not times:
         return values
     if any(isinstance(value, date) and not isinstance(value, datetime) for value in values):

@@ -23,12 +23,12 @@ Rows = list[dict[str, Any]]
 COLOURS = 8  # CSS variables --run0, --run1, ...
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
 _HEIGHT = 240
-_BAR = 18  # pixels of a bar
+_BAR = 18  # height of a bar in pixels; less if there are several runs
 _GAP = 12
-_SPACE = 1.75  # length of the axis for the longest bar, which leaves space for its value
+_SPACE = 1.75  # length of the axis as a multiple of the longest bar, so that the bar's value fits next to it
 _MOST_TICKS = 10  # a horizontal axis with at most so many whole numbers has a tick for each
-_MOST_POINTS = 60  # points that are drawn on lines
-_MOST_LINES = 30  # vertical lines for the ends of epochs
+_MOST_POINTS = 60  # with more positions than this, no points are drawn on lines
+_MOST_LINES = 30  # with more epochs than this, no vertical lines are drawn at their ends
 _TICKS = (0.0001, 0.001, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.999)  # probabilities on an axis of log-odds
 _TWO_LINES = (  # breaks a long name before its brackets, such as "OP (TABLE)"
     "length(datum.value) > 18 && indexof(datum.value, ' (') > 0 ? [slice(datum.value, 0, indexof(datum.value, ' (')), "

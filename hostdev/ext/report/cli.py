@@ -25,7 +25,7 @@ def require_extra(what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(OptionGroup):
-    """The page with charts and tables."""
+    """The option that writes a page with charts and tables."""
 
     section: ClassVar[str] = "page"
     title: ClassVar[str] = "what the run writes"

@@ -1,4 +1,4 @@
-"""`hostdev report`: from run directories to a page."""
+"""Makes the page of `hostdev report` from run directories."""
 
 import os
 from argparse import Namespace

@@ -56,7 +56,7 @@ class SortableTable:
 def run_table(
     title: str, head: list[str], rows: list[list[Cell]], runs: Sequence[RunData], *, is_folded: bool = False
 ) -> list[SortableTable]:
-    """Return the table of rows of runs, or [] without rows; a single run needs no column "run"."""
+    """Return a list with the table of the runs' rows, or [] without rows; a single run needs no column "run"."""
     if len(runs) == 1:
         place = head.index("run")
         head = [*head[:place], *head[place + 1 :]]
@@ -136,7 +136,7 @@ def _bundle() -> str:
     import vl_convert
 
     made: str = vl_convert.javascript_bundle(_SNIPPET).replace("\r", "")
-    for text in ("</script", "<!--"):  # would end the element, or change its parsing; they may only be in strings
+    for text in ("</script", "<!--"):  # they would end the element or change its parsing, and occur only in strings
         made = made.replace(text, f"<\\{text[1:]}")
     return made
 

@@ -13,7 +13,7 @@ from hostdev.ext.report.reading import Counts, RunData
 from hostdev.ext.report.values import clean, clean_name, count, entry, metric, number, share
 
 METRICS = {"auc": "AUC", "logloss": "log loss", "rmse": "RMSE", "mae": "MAE"}
-_RISING = "auc"  # the only metric of which more is better
+_RISING = "auc"  # the only metric whose higher values are better
 _MOST_LABELS = 6
 
 

@@ -29,9 +29,9 @@ _OP = re.compile(r"Default/(?:([^/\n]+)/)?([^/\n]+)-op\d+ costs (\d+) us\.$", re
 T = TypeVar("T")
 
 
-_GROUPS = 15  # groups of equally many samples, for the calibration
-_MERGED = 5  # bins that are merged into one bin of the distribution
-_ERRORS = 2.0  # standard errors on each side of a share
+_GROUPS = 15  # number of groups of about equally many samples, for the calibration
+_MERGED = 5  # number of bins that are merged into one bin of the distribution
+_ERRORS = 2.0  # number of standard errors that are shown on each side of a share
 
 Values = npt.NDArray[np.float64]
 
@@ -100,7 +100,7 @@ def calibrate(counts: Counts) -> list[ScoreBin]:
 def distribution(counts: Counts) -> tuple[Values, Values, Values]:
     """Return, for bins of log-odds, the left edges, and the shares of negatives and of positives, each float64 [bins].
 
-    Empty bins at the ends are left out.
+    Empty bins at the ends are left out, except for one at each end.
     """
     shares: list[Values] = [
         each.reshape(-1, _MERGED).sum(axis=1) / max(1.0, each.sum()) for each in (counts.negatives, counts.positives)
@@ -130,7 +130,7 @@ class RunData:
 
     Attributes:
         name: The run's name on the page.
-        losses: float64 [steps, 4], as `read_losses` returns them.
+        losses: float64 [steps, 4], as `run_files.read_losses` returns them.
         scores: The counts of the last evaluation, by label.
         files: The lines of files.jsonl.
         ranks: The summaries of the other ranks, by rank.
@@ -235,7 +235,7 @@ def _is_running(path: Path) -> bool:
 
 
 def _count_aside(path: Path) -> int:
-    """Return the number of files in set_aside.jsonl that were set aside; changes of other files do not count."""
+    """Return the number of files in set_aside.jsonl that were set aside; lines about later changes do not count."""
     return sum(line.get("why") not in (run_files.GROWN, run_files.REPLACED) for line in run_files.read_json_lines(path))
 
 

@@ -96,7 +96,7 @@ class Service:
                 return _error(refusal)
             except ClientGoneError:
                 request.scope["hostdev.gone"] = True
-                return Response(status_code=HTTPStatus.BAD_REQUEST)  # nobody reads it
+                return Response(status_code=HTTPStatus.BAD_REQUEST)  # not sent: the client has gone
             except Exception as error:
                 self._note(f"error: {end.__name__.strip('_')} failed ({type(error).__name__}: {in_words(error)})")
                 return _error(RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server has failed; its log says why"))
@@ -221,11 +221,11 @@ class Service:
         return _json(openapi.describe(self._name, self._model))
 
     async def _page(self, request: Request) -> Response:
-        address = str(request.base_url).rstrip("/")  # as the reader's browser has reached it
+        address = str(request.base_url).rstrip("/")  # the address that the browser used
         return HTMLResponse(openapi.write(openapi.describe(self._name, self._model), self._name, self._model, address))
 
     def _require_model(self, request: Request) -> str | None:
-        """Return the version in the request's path, or None; raise RefusedError if this or the model is not served."""
+        """Return the version in the request's path, or None; raise RefusedError if it or the model is not served."""
         name, version = request.path_params["name"], request.path_params.get("version")
         self._require_served(name, version)
         return version
@@ -284,7 +284,7 @@ def _wrong_host(host: bytes) -> RefusedError:
 
 
 async def _beside(rows: int, write: Callable[[], Response]) -> Response:
-    """Return the answer with this many rows that `write` makes, in a thread if there are many."""
+    """Return the answer that `write` makes; call `write` in a thread if the answer has many rows."""
     return write() if rows <= _FEW_ROWS else await asyncio.to_thread(write)
 
 
@@ -322,7 +322,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 @contextmanager
 def _paused() -> Iterator[None]:
-    """Disable garbage collection in the block: a parser makes no garbage, and to visit all its values takes long."""
+    """Disable garbage collection in the block: parsing makes no garbage, and visiting all parsed values is slow."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -12,11 +12,11 @@ from hostdev.ext.serving.refused import Limits, RefusedError, bad, too_large
 
 Receive = Callable[[], Awaitable[Any]]
 
-_MOST_BODIES = 8  # all bodies in memory together may be as large as so many of the largest size
+_MOST_BODIES = 8  # all bodies in memory together may take as many bytes as this many bodies of the largest size
 _DRAINED_BYTES = 8 << 20
 _DRAINED_SECONDS = 1.0
 _ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}  # zlib's `wbits` by content encoding
-_INFLATED_BYTES = 1 << 20  # decompressed at a time
+_INFLATED_BYTES = 1 << 20  # bytes that are decompressed at a time
 JSON, BINARY = "application/json", "application/octet-stream"
 
 
@@ -29,7 +29,7 @@ class BodyReader:
         held: Bytes of all bodies in memory.
         parsed: Bytes of all parsed values in memory.
         released: Set when a request has ended.
-        turn: Held while a body is decompressed, or a large body is parsed: one at a time, in order.
+        turn: A lock that is held while a body is decompressed or a large body is parsed: one body at a time, in order.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -40,7 +40,7 @@ class BodyReader:
 
     @contextmanager
     def holding(self) -> Iterator["RequestBody"]:
-        """Yield the body of one request, whose memory counts until the block ends."""
+        """Yield the body of one request, and count the memory of the body until the block ends."""
         body = RequestBody(self)
         try:
             yield body
@@ -59,7 +59,7 @@ class RequestBody:
         self._is_complete = False
 
     def _reserve(self, count: int) -> None:
-        """Count `count` more bytes; raise RefusedError if all bodies together are too large, unless none was held."""
+        """Count `count` more bytes; raise RefusedError if bytes are held already and the sum is above the limit."""
         reader = self._reader
         if reader.held + count > reader.most_held and reader.held:
             raise RefusedError(
@@ -86,7 +86,7 @@ class RequestBody:
         Args:
             headers: The request's headers, by names in lower case.
             receive: ASGI's function that returns the next part.
-            types: The content types that are accepted; a request may also have none.
+            types: The content types that are accepted; a request without a content type is accepted, too.
 
         Raises:
             RefusedError: The content type or encoding is not accepted, or the body is too large or too slow.
@@ -115,7 +115,7 @@ class RequestBody:
         return content if encoding is None else await self._inflate(content, encoding)
 
     async def _inflate(self, content: bytes, encoding: str) -> bytes:
-        """Return a compressed body's content, which has to fit the same limits."""
+        """Return a compressed body's content; raise RefusedError if it is damaged or above a limit of bodies."""
         inflater = zlib.decompressobj(_ENCODINGS[encoding])
         parts: list[bytes] = []
         size = 0
@@ -138,7 +138,7 @@ class RequestBody:
         return b"".join(parts)
 
     async def _receive(self, receive: Receive, *, counted: bool) -> bytes:
-        """Return the body; `counted` says that its bytes are not reserved yet, because its length was not known."""
+        """Return the body; if `counted`, reserve its bytes as they arrive, because its length was not known before."""
         parts: list[bytes] = []
         size = 0
         while True:

@@ -1,4 +1,4 @@
-"""The columns that a model reads, as inputs of the protocol, and the values of requests as columns to encode.
+"""Describes the columns that a model reads as inputs of the protocol, and converts requests to columns to encode.
 
 Values reach the encoder with the types that they have in a request, so that it finds the same ids as `Predictor`.
 """
@@ -26,12 +26,12 @@ _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text"
 _MOST_ROW_VALUES = 1 << 18
 _TEXT, _NUMBER = {str, type(None)}, {int, float, type(None)}
 
-Columns = dict[str, Any]  # by name: a list or an array with one value per row; in an array [n, k], the values are lists
+Columns = dict[str, Any]  # by name: for n rows, a list [n], or an array [n] or, if each row has k values, [n, k]
 
 
 @dataclass(frozen=True)
 class RawColumn:
-    """A column of raw rows.
+    """A column that a model, or its query, reads from a request's rows.
 
     Attributes:
         kind: "id" (one value per row), "bag" (any number of values), "number", "vector" or "weights" (of a bag).
@@ -160,7 +160,7 @@ def from_rows(
 
     Args:
         content: {"rows": [{NAME: VALUE, ...}, ...]} or {"columns": {NAME: [VALUE, ...], ...}}. Other columns, such as
-            the label, are ignored.
+            the label, are ignored: only those in `inputs` are read.
         inputs: The columns that the model reads.
         limits: The limits of requests.
         has_escapes: Whether the document may have characters that were written as \\u and digits; only these can be
@@ -235,7 +235,7 @@ def count_values(columns: Columns, inputs: Mapping[str, RawColumn], limits: Limi
 
 
 def _require_right(columns: Columns, inputs: Mapping[str, RawColumn], *, has_escapes: bool) -> None:
-    """Raise RefusedError unless the values of each column are of one kind that JSON has; null is a missing value."""
+    """Raise RefusedError unless all values of a column have one JSON type and are in range; null is a missing value."""
     texts: list[str] = []  # texts to check together; to check them one by one takes much longer
     numbers: list[float | None] = []
     for name, about in inputs.items():
@@ -254,7 +254,7 @@ def _require_right(columns: Columns, inputs: Mapping[str, RawColumn], *, has_esc
 
 
 def _are_in_range(numbers: Sequence[float | None]) -> bool:
-    """Return whether all integers fit into 64 bits; False also for some other large numbers."""
+    """Return whether all numbers, integers and others, are at least -2**63 and below 2**64; None is skipped."""
     some = [number for number in numbers if number is not None]
     return not some or (min(some) >= -(1 << 63) and max(some) < 1 << 64)
 
@@ -274,7 +274,7 @@ def _transpose(rows: list[Any], inputs: Mapping[str, RawColumn]) -> Columns:
 
 
 def _require_alike(values: list[Any], about: RawColumn) -> None:
-    """Raise RefusedError if a value is an object, or a list where the column has none, or values are of many kinds."""
+    """Raise RefusedError if a value is an object, an unexpected list or out of range, or if value types differ."""
     first = None
     for row, value in enumerate(values):
         if value is None:

@@ -1,6 +1,6 @@
-"""The command `serve`, after its flags are parsed.
+"""Runs `hostdev serve`, once its flags are parsed.
 
-`announce_lost_files` prints the last line of a process whose served file was cut: no Python code can run then.
+If a served file is cut, SIGBUS ends the process and no Python code can run: `announce_lost_files` prints the reason.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _kept: list[object] = []  # keeps the objects alive that the signal handler uses
 
 
 def announce_lost_files(prog: str) -> None:
-    """Install a handler of SIGBUS, which an access to a lost part of a mapped file causes: print a line, then end."""
+    """Install a handler of SIGBUS, the signal for access to a lost part of a mapped file: print a line, then end."""
     line = (
         f"{prog}: error: a file that is served was cut, or its disk failed (SIGBUS); serve a folder in which nothing "
         "changes files\n"
@@ -36,7 +36,7 @@ def announce_lost_files(prog: str) -> None:
 
     def handle(number):  # type: ignore[no-untyped-def]
         write(2, address, size)
-        reset(number, 0)  # the default: the access is repeated, and SIGBUS ends the process
+        reset(number, 0)  # restores the default action: the access is repeated, and SIGBUS ends the process
 
     handler = numba.cfunc("void(int32)")(handle)
     _kept[:] = [buffer, handler]

@@ -11,13 +11,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hostdev.core.errors import UserError, in_words
 
-HEAD_SECONDS = 10.0  # for a request's head to arrive
-ANSWER_SECONDS = 30.0  # after which a client that reads nothing of its answer is disconnected
+HEAD_SECONDS = 10.0  # the longest time for a request's head to arrive
+ANSWER_SECONDS = 30.0  # a client that reads nothing of its answer for so long is disconnected
 _MOST_HEAD_BYTES = 1 << 16
-# A request may have on the wire so many times the largest body, plus bytes; chunks of one byte take six times the body.
+# The limit of a request's bytes on the wire is _MOST_OVERHEAD times the largest body, plus _MOST_REST_BYTES: a body in
+# chunks of one byte takes six times its size.
 _MOST_OVERHEAD, _MOST_REST_BYTES = 8, 16 << 20
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-OPEN = ("/v2/health/live", "/v2/health/ready")  # paths without a token: probes have none, and the answers tell little
+OPEN = ("/v2/health/live", "/v2/health/ready")  # paths that need no token: health probes have none
 _LONGEST = 4096
 
 
@@ -40,12 +41,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._reader_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock of the first head."""
+        """Start the time limit of the first head."""
         super().connection_made(transport)
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
+        """Cancel all time limits."""
         self._stop_clock()
         self._stop_reader_clock()
         super().connection_lost(exc)
@@ -64,12 +65,12 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; drop headers after a body in chunks, because nobody reads them."""
+        """Keep a header of the head; drop trailers, the headers after a body in chunks, because nobody reads them."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Stop the clock of the head, and start the request."""
+        """Cancel the time limit of the head, and start the request."""
         self._is_in_head = False
         self._stop_clock()
         super().on_headers_complete()
@@ -80,14 +81,14 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """Start the clock of a client that does not read its answer."""
+        """Start the time limit of a client that does not read its answer."""
         super().pause_writing()
         self._stop_reader_clock()
         self._unread = self.transport.get_write_buffer_size()
         self._reader_deadline = self.loop.call_later(ANSWER_SECONDS, self._require_reader)
 
     def resume_writing(self) -> None:
-        """Stop the clock of a client that did not read its answer."""
+        """Cancel the time limit of a client that did not read its answer."""
         self._stop_reader_clock()
         super().resume_writing()
 

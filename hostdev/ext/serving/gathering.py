@@ -16,7 +16,7 @@ from hostdev.ext.serving.model import ServedModel
 from hostdev.ext.serving.refused import RefusedError, bad, values_of
 from hostdev.kernels.arrays import Values
 
-_MOST_BATCH_VALUES = 1 << 20  # values in lists that the requests of a batch may have together
+_MOST_BATCH_VALUES = 1 << 20  # maximum number of values in the lists of all requests of a batch together
 
 
 class Predicted(NamedTuple):
@@ -107,7 +107,7 @@ class Gatherer:
 
         Raises:
             RefusedError: The queue is full, a value is invalid, another version is served, or the server is ending.
-            ClientGoneError: The client has gone; its rows are not computed unless that has begun.
+            ClientGoneError: The client has gone; its rows are not computed, unless their batch has begun.
         """
         future: asyncio.Future[Predicted] = asyncio.get_running_loop().create_future()
         if self._enter(_Ticket(columns, rows, values, version, future)):
@@ -153,12 +153,12 @@ class Gatherer:
             except Exception as error:  # an error in one batch must not end the thread
                 results = self._failures(tickets, error)
             self._metrics.batch(len(tickets), rows, time.perf_counter() - start)
-            with self._changed:  # before the answer: its client may send the next request at once
+            with self._changed:  # before the answers are sent: a client may send its next request at once
                 self._is_busy = False
             _deliver(results)
 
     def _take(self) -> list[_Ticket]:
-        """Wait until a batch begins; return its requests, or none if nothing waits."""
+        """Wait until a batch begins; return its requests, or an empty list if the queue is empty."""
         with self._changed:
             while True:
                 while self._queue and self._rows < self._most_rows and not self.is_closing:
@@ -201,7 +201,7 @@ class Gatherer:
         for ticket, outcome in zip(right, outcomes, strict=True):
             if isinstance(outcome, UserError):
                 results.append((ticket, bad(str(outcome))))
-            elif isinstance(outcome, Exception):  # the other requests of the batch do not fail with it
+            elif isinstance(outcome, Exception):  # only this request fails, not the others of its batch
                 results += self._failures([ticket], outcome)
             elif outcome is not None:
                 results.append((ticket, Predicted(outcome, model)))

@@ -1,7 +1,7 @@
-"""JSON of requests, parsed strictly, in bounded steps, with a `RefusedError` for each error; and JSON of answers.
+"""Parses the JSON of requests strictly, with a `RefusedError` for each error, and writes the JSON of answers.
 
-Python's parser never releases the GIL. A large text is therefore scanned first, by a kernel that releases it, and then
-parsed in pieces, between which other threads run.
+Python's parser never releases the GIL. A large text is therefore scanned first, by a kernel that releases the GIL, and
+then parsed in pieces, between which other threads run.
 """
 
 import json
@@ -16,12 +16,12 @@ import numpy as np
 from hostdev.ext.serving import json_structure
 from hostdev.ext.serving.refused import RefusedError, bad, too_large
 
-PIECE_BYTES = 1 << 16  # parsed at a time, in a few milliseconds
-_PIECE_VALUES = 4096  # values of an answer that are written at a time
+PIECE_BYTES = 1 << 16  # bytes that are parsed at a time, in a few milliseconds
+_PIECE_VALUES = 4096  # number of values of an answer that are written at a time
 _SPACES = b" \t\n\r"
 _MOST_DEPTH = 256  # the deepest nesting of a text above PIECE_BYTES; deeper ones are refused
-# Bytes that Python needs, at most, for an object of one entry, for an array, for a text without its characters (each
-# with its place in a container), and for each character of a number.
+# The most bytes that Python needs for an object of one entry, for an array, for a text without its characters (each
+# with the reference in its container), and for each character of a number.
 _OBJECT_BYTES, _ARRAY_BYTES, _TEXT_BYTES, _NUMBER_BYTES = 240, 96, 96, 12
 
 
@@ -31,8 +31,8 @@ class Structure(NamedTuple):
     Attributes:
         containers: The number of objects and arrays.
         memory: Bytes that the parsed values need, at most.
-        cuts: For each large container, by the position of its bracket, the positions of the commas between which it is
-            parsed in pieces, and of its closing bracket.
+        cuts: For each large container, by the position of its opening bracket: the positions of the commas that divide
+            it into pieces, and of its closing bracket.
         starts: The keys of `cuts` in order.
     """
 
@@ -53,7 +53,7 @@ class Structure(NamedTuple):
 def scan(content: bytes, what: str = "the body") -> Structure:
     """Return the structure of a JSON text; raise RefusedError if its brackets do not match, or are nested too deeply.
 
-    Other threads run meanwhile.
+    The kernel releases the GIL.
     """
     cuts = np.empty((8 * (len(content) // PIECE_BYTES) + 1024, 2), np.int64)
     counts = np.zeros(json_structure.COUNTS, np.int64)
@@ -145,7 +145,7 @@ class _Pieces:
 
 
 def _load(piece: bytes, what: str, content: bytes, start: int, added: int) -> Any:
-    """Parse a piece, which has `added` bytes before the content from `start` on; errors count in the content."""
+    """Parse a piece: `added` bytes, and then the content from `start` on; errors give positions in the content."""
     try:
         return json.loads(piece.decode(), parse_constant=_reject, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
@@ -187,7 +187,7 @@ def _twice(name: str) -> RefusedError:
 
 
 def is_unicode(texts: Sequence[str]) -> bool:
-    """Return whether texts can be encoded as UTF-8; JSON can also express halves of surrogate pairs."""
+    """Return whether texts can be encoded as UTF-8; halves of surrogate pairs, which JSON can express, cannot."""
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:

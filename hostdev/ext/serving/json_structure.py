@@ -7,7 +7,7 @@ import numpy as np
 from hostdev.kernels.jit import kernel
 
 WHOLE, WRONG, UNENDED, DEEP = range(4)  # results of `scan`
-COUNTS = 5  # objects, arrays, texts, bytes of the texts in memory, characters of other values
+COUNTS = 5  # what `scan` counts: objects, arrays, texts, bytes of the texts in memory, characters of other values
 
 _QUOTE, _BACKSLASH, _COMMA, _COLON, _SPACE = 34, 92, 44, 58, 32
 _ARRAY, _ARRAY_END, _OBJECT, _OBJECT_END = 91, 93, 123, 125
@@ -19,7 +19,7 @@ def scan(text: Any, piece: Any, levels: Any, brackets: Any, cuts: Any, counts: A
     """Count the values of a JSON text, and find where its large containers can be divided.
 
     A container is large if it has more than `piece` bytes. The cuts divide its entries into groups: each group has at
-    most `piece` bytes, or is a single entry. Only strings and brackets are understood; the text may be wrong otherwise.
+    most `piece` bytes, or is a single entry. Only strings, brackets and commas are checked; other errors are not found.
 
     Args:
         text: uint8 [N].

@@ -23,7 +23,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 6
 
 
 class _Writer(NamedTuple):
-    """The writer of values to files named after the process; if it changes, the values open their files again."""
+    """The process id in the names of the metrics' files; if `openings` changes, metrics open their files again."""
 
     process: int
     openings: int

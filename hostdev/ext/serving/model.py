@@ -22,8 +22,8 @@ from hostdev.kernels.arrays import Values
 if TYPE_CHECKING:
     from hostdev.data.preprocess.query.raw_rows import RawPlan
 
-_MOST_INPUTS = 64  # plans for raw rows whose inputs are cached
-_WARM_UP_ROWS = (1, 600)  # few and many rows take different ways through the kernels
+_MOST_INPUTS = 64  # maximum number of plans whose inputs are cached; a full cache is cleared
+_WARM_UP_ROWS = (1, 600)  # few and many rows take different code paths in the kernels
 
 
 class _NobodyWaitsError(Exception):
@@ -39,12 +39,13 @@ class ServedModel:
     Attributes:
         version: The checkpoint's step, as text.
         written: When the checkpoint was written, seconds since 1970.
-        inputs: The columns that it reads, by name.
-        labels: The names of its outputs.
+        inputs: The columns that the model reads, by name.
+        labels: The names of the model's outputs.
 
     Args:
         predictor: The predictor.
-        note: Called with a line about columns whose values are mostly unknown, unlike in training.
+        note: Called with warnings: about `Predictor.ambiguity`, and about columns whose values are mostly unknown,
+            unlike in training.
     """
 
     def __init__(self, predictor: Predictor, note: Callable[[str], None]) -> None:
@@ -75,10 +76,10 @@ class ServedModel:
         return re.sub(r"[^A-Za-z0-9._-]", "-", name) or "model"
 
     def inputs_of(self, names: Sequence[str]) -> dict[str, RawColumn]:
-        """Return the columns that are read from a request with the columns `names`: the model's, or raw ones.
+        """Return the columns to read from a request that has the columns `names`: the model's, or the query's raw ones.
 
         Raises:
-            RefusedError: A column is not there, and the query cannot compute it.
+            RefusedError: A column is missing, and the query cannot compute it.
         """
         try:
             plan = self.predictor.plan(names)
@@ -96,7 +97,7 @@ class ServedModel:
     def predict(
         self, requests: Sequence[Columns], most: int, is_waiting: Callable[[int], bool] = lambda number: True
     ) -> "list[Values | Exception | None]":
-        """Return each request's predictions, float32 [n, labels], or its error; None if its client has gone.
+        """Return each request's predictions, float32 [n, labels], or its error; None if no client waits any more.
 
         All rows are encoded and computed together, in pieces of `most` rows, or of `Predictor.batch_size` where that is
         less.
@@ -123,7 +124,7 @@ class ServedModel:
             return outcomes
         values = self.predictor.to_predictions(logits)
         values = values if values.ndim == 2 else values[:, None]
-        are_finite = np.isfinite(logits).all()  # the usual case
+        are_finite = np.isfinite(logits).all()  # usually true: one check for all requests is fast
         start = 0
         for number, size in enumerate(sizes):
             if isinstance(size, Exception):
@@ -139,9 +140,9 @@ class ServedModel:
         return outcomes
 
     def encode(self, requests: Sequence[Columns]) -> "tuple[Batch | None, list[int | Exception]]":
-        """Return the rows of all requests as one batch, in order, and each request's number of rows in it or its error.
+        """Return the rows of all requests as one batch, in order, and for each request its number of rows or its error.
 
-        Rows are encoded as `Predictor` encodes those of each request alone. If all have errors, there is no batch.
+        Each request's rows are encoded as if it were alone. If all requests have errors, the batch is None.
         """
         sizes: list[int | Exception] = []
         batch: Batch | None = None

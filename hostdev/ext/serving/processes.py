@@ -23,7 +23,7 @@ from hostdev.ext.serving.server import ServerEnd
 from hostdev.ext.serving.settings import Settings
 
 _POLL_SECONDS = 0.2
-_END_SECONDS = 40.0  # longer than a worker's own limit
+_END_SECONDS = 40.0  # the longest wait for workers to end; longer than a worker's own limit
 _MOST_PAUSE = 30.0  # longest wait in seconds before a worker is replaced again, while others serve
 
 
@@ -40,7 +40,7 @@ class WorkerError(HostdevError):
 
 
 class _Worker:
-    """A worker process that serves with `settings`. It ends when `end` closes the connection, or this process dies."""
+    """A worker process that serves with `settings`. It ends when `end` closes the connection, or the parent dies."""
 
     def __init__(self, settings: Settings, listener: socket.socket, metrics: Path) -> None:
         self.connection, inner = Pipe()
@@ -103,7 +103,7 @@ class WorkerProcesses:
         self._workers: list[_Worker] = []
 
     def run(self) -> int:
-        """Serve; return the number of the signal that ended it.
+        """Serve; return the number of the signal that ended the server.
 
         Raises:
             WorkerError: A worker failed before all had started.
@@ -120,7 +120,7 @@ class WorkerProcesses:
         return self._ending.number
 
     def _start_all(self, folder: Path) -> None:
-        """Start the first worker; when it listens, start the other workers with the same checkpoint."""
+        """Start the first worker; when it listens, start the others, with its checkpoint unless --follow is set."""
         self._workers.append(_Worker(self._settings, self._listener, folder))
         self._wait_until_ready()
         first = self._workers[0].ready
@@ -172,7 +172,7 @@ class WorkerProcesses:
             self._changed(served.step, served.written)
 
     def _replacement(self) -> Settings:
-        """Return the settings of a replacement: the same checkpoint, unless it has been removed since."""
+        """Return the pinned settings for a replacement, or the user's if the pinned checkpoint has been removed."""
         assert self._pinned is not None
         return self._pinned if self._pinned.checkpoint.exists() else self._settings
 

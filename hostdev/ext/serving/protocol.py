@@ -1,7 +1,7 @@
-"""The Open Inference Protocol v2, over bytes: requests and answers of `infer`, in JSON and with binary tensors.
+"""The Open Inference Protocol v2: parses requests of `infer` and writes their answers, with tensors in JSON or binary.
 
-A body with binary tensors is JSON, of the length that the header Inference-Header-Content-Length says, and then the
-tensors' bytes, in the order of the tensors that have the parameter `binary_data_size`.
+A body with binary tensors begins with JSON, whose length the header Inference-Header-Content-Length gives. The bytes of
+the tensors that have the parameter `binary_data_size` follow, in the order of the tensors in the JSON.
 """
 
 import math
@@ -18,11 +18,11 @@ from hostdev.ext.serving.tensors import BYTES, DATATYPES, Tensor, from_binary, f
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 BINARY_SIZE = "binary_data_size"
-TIMEOUT = "timeout"  # of a request, in microseconds
-_LONGEST_ID = 1024  # characters
-_MOST_VALUES = 1 << 40  # of a tensor; no body has so many
+TIMEOUT = "timeout"  # the parameter that limits a request's time, in microseconds
+_LONGEST_ID = 1024  # maximum number of characters of a request's id
+_MOST_VALUES = 1 << 40  # values of a tensor; no body can hold so many
 _TENSOR, _OF_TENSOR = {"name", "shape", "datatype", "parameters", "data"}, {BINARY_SIZE}
-_HINTS = {"content_type"}  # parameters that say how a client's library shows a tensor; they change no value
+_HINTS = {"content_type"}  # parameters that are ignored: they only say how a client's library shows a tensor
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Inference:
         id: The request's id, which the answer repeats; "" for none.
         model: The model's name and version in the body (kserve's client repeats them there), each None if missing.
         rows: The number of rows, n.
-        outputs: By name of the requested outputs, whether each is sent in binary; None requests all outputs.
+        outputs: For each requested output, by name, whether it is sent in binary; None requests all outputs.
         is_binary: Whether all outputs are sent in binary, if `outputs` is None.
         timeout: Seconds in which the client wants the answer; 0 for no limit.
     """
@@ -207,7 +207,7 @@ def write(
     """Return the body of an answer and its headers.
 
     Args:
-        about: The entries beside `outputs`: the model's name and version, and the request's id.
+        about: The answer's entries before `outputs`: the model's name and version, and the request's id.
         outputs: For each output, its name, its values, float32 [n], and whether to write them in binary.
     """
     described, binary = [], []

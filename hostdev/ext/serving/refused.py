@@ -1,4 +1,4 @@
-"""`RefusedError`, a request that is answered with an error, and the limits of requests: bytes, rows, and values."""
+"""`RefusedError`, which becomes the answer of a wrong request, and the limits of requests: bytes, rows, and values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from http import HTTPStatus
 
 from hostdev.core.printable import printable
 
-RETRY_SECONDS = 1  # of the header Retry-After
-_VALUES_PER_ROW = 32  # values in lists that a row may have on average over `most_rows` rows
+RETRY_SECONDS = 1  # the value of the header Retry-After
+_VALUES_PER_ROW = 32  # values in lists that each row of a request of the largest size may have on average
 _CONTAINERS_PER_ROW = 16
-_LEAST = 1 << 16  # the limits of values and containers are those of at least so many rows
+_LEAST = 1 << 16  # the limits of values and containers are never below those for this many rows
 
 
 class RefusedError(Exception):

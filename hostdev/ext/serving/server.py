@@ -34,10 +34,10 @@ from hostdev.ext.serving.refused import Limits
 from hostdev.ext.serving.settings import Settings
 from hostdev.kernels.pool import set_host_threads
 
-END_SECONDS = 30.0  # for accepted requests to be answered after a signal
+END_SECONDS = 30.0  # the longest time for answers to accepted requests after a signal
 _KEEP_ALIVE_SECONDS = 75
 _BACKLOG = 1024  # connections that the kernel holds until they are accepted
-_NEW_OBJECTS = 20_000  # lists and the like, between two garbage collections; a large request has thousands
+_NEW_OBJECTS = 20_000  # container objects created between two garbage collections; a large request has thousands
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -47,7 +47,7 @@ def show_change(step: int, written: float) -> None:
 
 
 class Serving:
-    """A loaded model and its application.
+    """A loaded model and the HTTP application that serves it.
 
     Args:
         settings: The server's settings.
@@ -57,7 +57,7 @@ class Serving:
 
     Attributes:
         name: The model's name.
-        gatherer: Its attribute `model` is the served model.
+        gatherer: Computes predictions; its attribute `model` is the served model.
         metrics: The server's metrics.
         app: The ASGI application.
 
@@ -79,7 +79,7 @@ class Serving:
             list_checkpoints(settings.checkpoint)  # raises UserError for a single checkpoint
         token = None if settings.token_file is None else read_token(settings.token_file)
         self._tls = _tls_context(settings.tls_cert, settings.tls_key)
-        if settings.workers > 1:  # with 1, the threads, and so all bits, are those of `Predictor`
+        if settings.workers > 1:  # one worker keeps torch's threads, and so the bits of `Predictor`
             threads = max(1, available_cpus() // settings.workers)
             torch.set_num_threads(threads)
             set_host_threads(threads)
@@ -143,7 +143,7 @@ class Serving:
         try:
             yield
         finally:
-            following.close(SECONDS)  # the process ends even if a large checkpoint is being read
+            following.close(SECONDS)  # a limit, so that the process ends even if a large checkpoint is being read
 
     def run(self, listener: socket.socket, started: Callable[[], None], ending: "ServerEnd") -> None:
         """Serve until `ending` is set; then answer the accepted requests, within `END_SECONDS`.
@@ -226,7 +226,7 @@ class ServerEnd:
         self._server: _Server | None = None
 
     def attach(self, loop: asyncio.AbstractEventLoop, server: "_Server") -> None:
-        """Connect a server, which ends at once if this is set already."""
+        """Connect a server; it ends at once if its end was requested before."""
         self._loop, self._server = loop, server
         server.should_exit = self._is_set
 
@@ -242,13 +242,13 @@ class ServerEnd:
         self._server.force_exit = self.is_forced
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Record the number of the first signal, and end the server."""
         self.number = self.number or number
         self.set()
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Set this on Ctrl-C and SIGTERM within the block, which must run in the main thread."""
+        """End the server on Ctrl-C or SIGTERM within the block, which must run in the main thread."""
         before = {number: signal.signal(number, self.handle) for number in _ENDING}
         try:
             yield
@@ -311,7 +311,7 @@ def _tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
         if path is not None and not path.is_file():
             raise UserError(f"{option} {path}: there is no such file")
     try:
-        context.load_cert_chain(cert, key, password=lambda: "")  # otherwise, OpenSSL asks on the terminal
+        context.load_cert_chain(cert, key, password=lambda: "")  # without this, OpenSSL asks on the terminal
     except (OSError, ValueError) as error:
         raise UserError(
             f"--tls-cert {cert} and --tls-key {key} are not a certificate and its unencrypted key in PEM "

@@ -11,7 +11,7 @@ from hostdev.core.memory import parse_bytes
 from hostdev.core.options import OptionError, OptionGroup, count, option, switch
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_MOST = 1 << 24  # rows
+_MOST = 1 << 24  # the largest value of the options that count rows
 
 
 def _check_name(name: str) -> None:
@@ -21,7 +21,7 @@ def _check_name(name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(OptionGroup):
-    """The flags of `hostdev serve`, besides those of all commands that predict."""
+    """The flags that `hostdev serve` has in addition to those of all commands that predict."""
 
     section: ClassVar[str] = "server"
     title: ClassVar[str] = "the server"

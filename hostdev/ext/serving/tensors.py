@@ -25,7 +25,7 @@ DATATYPES = (*DTYPES, BYTES)
 _PIECE = 1 << 16  # values that are converted at once
 _LENGTH = struct.Struct("<I")
 
-# An array of the tensor's shape; or, for text, and for integers of which some are missing, lists.
+# An array of the tensor's shape; lists if the values are text, or if some integers or booleans are missing.
 Values = npt.NDArray[Any] | list[Any]
 
 
@@ -114,7 +114,7 @@ def from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> Va
     for index, value in enumerate(flat):
         if value is not None and type(value) not in kinds:
             raise _unfit(name, datatype, shape, index, value)
-    pieces = [flat[start : start + _PIECE] for start in range(0, len(flat), _PIECE)]  # other threads run in between
+    pieces = [flat[start : start + _PIECE] for start in range(0, len(flat), _PIECE)]  # other threads run between pieces
     if not datatype.startswith("FP") and any(None in piece for piece in pieces):
         _require_range(name, datatype, shape, flat)
         return _nested(flat, shape)

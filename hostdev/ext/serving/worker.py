@@ -15,7 +15,7 @@ from hostdev.ext.serving.settings import Settings
 if TYPE_CHECKING:
     from hostdev.ext.serving.model import ServedModel
 
-_LOOK_SECONDS = 1.0  # between two looks at the files of the metrics
+_LOOK_SECONDS = 1.0  # time between two checks that the metrics' files still exist
 
 
 def main(argv: Sequence[str]) -> None:
@@ -23,9 +23,9 @@ def main(argv: Sequence[str]) -> None:
 
     Args:
         argv: The file descriptors of the bound socket and of the connection to the parent. The parent sends the
-            settings and receives dicts. "ready" has `Serving.about`, when the worker listens. "serves" has the step,
-            time and checksum of the first and each newer checkpoint. "problem" has a line about a checkpoint that
-            cannot be used.
+            settings and receives dicts. The first one, sent when the worker listens, has "ready", the result of
+            `Serving.about`. "serves" is the step, time and checksum of the first and each newer checkpoint.
+            "problem" is a line about a checkpoint that cannot be used.
     """
     listener, parent = int(argv[0]), Connection(int(argv[1]))
     settings: Settings = parent.recv()

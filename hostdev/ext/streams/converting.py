@@ -95,7 +95,7 @@ class Spool:
 
 
 def _contiguous(piece: ShardPiece) -> ShardPiece:
-    """Return a piece with C-contiguous arrays, which readers of pieces need."""
+    """Return a piece with C-contiguous arrays: those that read pieces need them."""
     plain = np.ascontiguousarray
     return ShardPiece(
         plain(piece.label),
@@ -119,7 +119,7 @@ WHOLE = FilePart()
 
 @dataclass(frozen=True)
 class Converted:
-    """A file's rows.
+    """A file's encoded rows, in a spool.
 
     Attributes:
         name: The file's name in its folder.
@@ -166,12 +166,12 @@ class Converted:
             yield before - self.skipped, piece
 
     def close(self) -> None:
-        """Remove the spool; pieces that were read from it stay."""
+        """Remove the spool; pieces that were read from it remain valid."""
         self.spool.close()
 
 
 class Refused(NamedTuple):
-    """A file that is not trained on: why (EMPTY, REFUSED, REPEATED, LATE, GROWN or REPLACED), and the reason."""
+    """A file that is not trained on; `why` is EMPTY, REFUSED, REPEATED, LATE, GROWN or REPLACED, `reason` a message."""
 
     name: str
     why: str
@@ -181,9 +181,9 @@ class Refused(NamedTuple):
 
 
 class Again(NamedTuple):
-    """A file to be looked at again: it has changed or vanished (`reason` is None), or the system failed to read it.
+    """A file to look at again: it has changed or vanished (`reason` is None), or a read failed (`reason` says how).
 
-    `is_open` says that the file lacks its end or cannot be read, and that a program may still be writing it.
+    `is_open` says that the file has no end or cannot be read, perhaps because a program is still writing it.
     """
 
     name: str
@@ -210,10 +210,10 @@ def convert(
         spools: The folder for temporary files.
         stop: Ends the conversion early; the result is then `Again`.
         part: Which part of the file to convert.
-        is_quiet: Whether the file has not changed for so long that it is complete; otherwise, it must have an end.
+        is_quiet: Whether the file has not changed for so long that it is complete; otherwise, `has_end` must hold.
 
     Raises:
-        SpoolError: The disk of `spools` is full.
+        SpoolError: The rows cannot be written to `spools`, for example because its disk is full.
         MemoryError: There is not enough memory.
     """
     found: Converted | Refused | Again
@@ -231,7 +231,7 @@ def convert(
         raise
     except (StoppedError, FileNotFoundError):
         return Again(name, None)
-    except StoreError as error:  # the files of a store that cannot be reached wait
+    except StoreError as error:  # a file waits while its store cannot be reached
         return Again(name, None if error.is_transient else str(error))
     except UserError as error:
         found = Refused(name, REFUSED, str(error), _try_digest(path, part.nbytes, stop), state)
@@ -319,7 +319,7 @@ def _digest(path: Path, nbytes: int | None, stop: Event) -> str:
 
 
 def _try_digest(path: Path, nbytes: int | None, stop: Event) -> str | None:
-    """Return the digest of a refused file, by which a change of it is noticed; None if it cannot be read."""
+    """Return the digest of a refused file, by which a later change is noticed; None if the file cannot be read."""
     try:
         return _digest(path, nbytes, stop)
     except (StoppedError, StoreError, TransientError, OSError):

@@ -17,7 +17,7 @@ from hostdev.data.preprocess.folders import order_by_name
 _HIDDEN = (".", "_")  # beginnings of names that other programs use while they write
 _PARTIAL = (".part", ".partial", ".tmp")  # endings of names that other programs use while they write
 _FILE_SYSTEMS = "hdfs:", "webhdfs:", "sftp:", "ftp:", "smb:"  # stores that list a file while it is written
-_MOST_NAMES = 1 << 14  # names whose sort keys and hashes are cached
+_MOST_NAMES = 1 << 14  # maximum number of names whose sort keys and hashes are cached
 
 Key = tuple[list[tuple[int, str]], str]
 _STREAM, _STREAM_ENDS = b"\xff\xff\xff\xff", (b"\xff\xff\xff\xff\0\0\0\0",)  # beginning and end of an Arrow stream
@@ -65,14 +65,15 @@ class Folder:
 
     Args:
         path: The folder.
-        mark: The name of a file, such as _SUCCESS, that its writer puts into a complete sub-folder. Only the files of
-            sub-folders with a mark are listed, at any depth. None to list the files of the folder itself.
+        mark: The name of a file, such as _SUCCESS, that a writer puts into a complete sub-folder. Only the files
+            directly in such a sub-folder are listed. It may be at any depth, but not below another one with a mark.
+            None to list the files of the folder itself.
 
     Raises:
         UserError: The folder does not exist.
     """
 
-    most_looked = 512  # known files whose states are compared in each look
+    most_looked = 512  # known files whose states are compared in each look, besides those that are changing
 
     def __init__(self, path: Path, mark: str | None = None) -> None:
         if not path.is_dir():
@@ -183,7 +184,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def has_end(path: Path) -> bool:
-    """Return whether a text ends its last line, and an Arrow stream has its last message.
+    """Return whether a file has its end: a text a line break, an Arrow stream its last message.
 
     True for formats whose readers refuse a file without its end. False for an empty file.
     """
@@ -195,7 +196,7 @@ def has_end(path: Path) -> bool:
         return True
     if start.startswith(_STREAM):
         return last.endswith(_STREAM_ENDS)
-    return last.rstrip(b"\0").endswith(b"\n")  # in UTF-16, a zero follows
+    return last.rstrip(b"\0").endswith(b"\n")  # in UTF-16, a zero byte may follow
 
 
 def ends_line(path: Path, nbytes: int) -> bool:

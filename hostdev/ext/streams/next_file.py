@@ -28,7 +28,7 @@ class NextFile:
 
     Args:
         watcher: Looks at the folder and converts files.
-        logs: Receives a line for each file that is set aside; its `expected` are files that a killed process took last.
+        logs: Receives a line for each file that is set aside. The files of `FileLogs.expected` are taken first.
         until: When to stop taking files; None for never.
         note: Writes a line for the user.
         takes_grown: Whether to take lines that are added to the file taken last.
@@ -48,12 +48,12 @@ class NextFile:
         self._note, self._takes_grown = note, takes_grown
         self._watcher, self._folder, self._state, self._logs, self._until = watcher, folder, state, logs, until
         self._expected = deque(logs.expected)
-        self._asked: int | None = None  # the last look that may have begun before all files were taken
+        self._asked: int | None = None  # looks with higher numbers began after all files were taken
         self._since = time.monotonic()  # when the last file was taken or set aside
         self._troubles: set[str] = set()  # names of files whose trouble was mentioned; "" for the folder
         last = state.seen.last
         if takes_grown and last is not None and (taken := state.seen.get(last)) is not None:
-            state.seen.note(last, taken._replace(stamp=-1))  # an earlier run may have left out new rows
+            state.seen.note(last, taken._replace(stamp=-1))  # so that rows which an earlier run left out are found
 
     def take(self, wait: Wait) -> Converted | None:
         """Return the next file; None if no more is to be taken, or `wait` returns False.
@@ -209,7 +209,7 @@ class NextFile:
         return until.idle is None or time.monotonic() - self._since >= 60 * until.idle
 
     def _convert(self, name: str, look: Look, wait: Wait) -> Converted | Refused | Again | None:
-        """Return a file's rows, or why it is not taken, such as a known content; None if `wait` returns False."""
+        """Return a file's rows, or why it is not taken: its content may be known. None if `wait` returns False."""
         found = self._watcher.convert(name, look.settled[name], lambda: wait(f"reads {name}"))
         if isinstance(found, Again) and found.reason is not None:
             self._mention(name, found.reason)

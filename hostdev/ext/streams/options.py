@@ -12,7 +12,7 @@ from hostdev.core.options import OptionError, OptionGroup, count, option, switch
 
 POLL_SECONDS = 5.0
 QUIET_SECONDS = 30.0
-WINDOW = 24  # files
+WINDOW = 24  # the default of --follow-window, in files
 _END, _IDLE = "end", "idle:"
 _LONGEST_POLL = 3600.0
 _BY_NAME = "files are trained on in the order of their names"
@@ -23,7 +23,7 @@ _NEEDS = {"follow": ""}
 class Until(NamedTuple):
     """When a run that follows a folder ends: after `idle` minutes without a file, or after the file `name`.
 
-    Both are None for the value "end": when all files that are there have been trained on.
+    Both are None for the value "end": the run ends when all files in the folder have been trained on.
     """
 
     name: str | None = None

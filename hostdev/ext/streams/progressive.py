@@ -16,7 +16,7 @@ from hostdev.train.scores import Figures, losses, make_auc, make_keys
 from hostdev.train.target_scores import Evaluation, evaluation_of
 
 MOST_BINS = 1 << 14
-_SUMS = 4  # of predictions, of labels, of losses or squared errors, of absolute errors
+_SUMS = 4  # sums for each label: predictions, labels, losses or squared errors, absolute errors
 NAN = float("nan")
 
 
@@ -24,7 +24,7 @@ class Histogram(NamedTuple):
     """The numbers of negative and positive rows by output.
 
     Outputs whose sortable 32-bit keys are equal without their last `shift` bits share a bin. `shift` is the smallest
-    number for which there are at most 16,384 bins, so that the histogram of fewer rows is exact.
+    number for which there are at most 16,384 bins, so that the histogram of at most so many rows is exact.
 
     Attributes:
         keys: int32 [bins], ascending.
@@ -75,7 +75,7 @@ def _joined(shift: int, keys: npt.NDArray[np.int32], counts: npt.NDArray[np.int3
 
 
 class Scored(NamedTuple):
-    """The summary of a file's scores that is kept.
+    """The summary of a file's scores; the scores themselves are not kept.
 
     Attributes:
         rows: The number of rows.
@@ -154,7 +154,7 @@ class ScoreWindow:
         return evaluate(self.total(), self._is_number)
 
     def as_values(self) -> dict[str, Any]:
-        """Return the values for a checkpoint."""
+        """Return the scores as values for a checkpoint."""
         return {"files": [[each.rows, each.sums, [list(one) for one in each.bins]] for each in self._files]}
 
     def restore(self, values: Mapping[str, Any]) -> None:

@@ -27,13 +27,13 @@ from hostdev.train.checkpointing import Progress
 from hostdev.train.quality import finite
 from hostdev.train.target_scores import Evaluation
 
-MOST_STEPS = 1 << 14  # steps whose losses are kept
-MOST_FILES = 1 << 12  # files whose quality is kept for the picture
+MOST_STEPS = 1 << 14  # number of last steps whose losses are kept
+MOST_FILES = 1 << 12  # number of last files whose quality is kept for the picture
 _QUIET_SECONDS = 2.0  # a shorter wait is not mentioned
 
 
 class RecentProgress(Progress):
-    """The number of steps and samples in all, and the losses of at least the last 16,384 steps."""
+    """The total numbers of steps and samples, and the losses of at least the last 16,384 steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class RecentQuality:
         self._values = array("d")  # for each file, the value on its rows and on the window's
 
     def add(self, number: int, metric: str, file: float, window: float) -> None:
-        """Record the next file: its number among all, and the metric's value on its rows and on the window's."""
+        """Record the next file: its number among all files, and the metric's value on its rows and on the window's."""
         self._last, self.metric = number, metric
         self._values.extend((file, window))
         _shorten(self._values, 2 * MOST_FILES)

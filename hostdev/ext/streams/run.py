@@ -1,4 +1,4 @@
-"""The files of a folder as they arrive: each is scored before the run is trained on it."""
+"""The files of a folder as they arrive: the model scores each file before it is trained on it."""
 
 import itertools
 import os
@@ -66,7 +66,7 @@ class FollowedFiles(BatchSource):
         self._loss_bytes, self._key_counts = follow["loss_bytes"], follow["keys"]
 
     def begin(self) -> None:
-        """Receive the beginning of the run, and restore the state of keys.log."""
+        """Note the number of steps at the beginning of the run, and restore the state of keys.log."""
         self._saved = self.session.steps
         keys = self.session.logs.keys
         if keys is not None:
@@ -216,7 +216,7 @@ class FollowedFiles(BatchSource):
         self.state.advance(rows)
         self._write_needed()
         if self.session.due_step == step:
-            self._saved = step  # the session saves next
+            self._saved = step  # the session saves a checkpoint after this call
 
     def summary(self) -> dict[str, Any]:
         """Return the run's own entries of summary.json."""

@@ -1,4 +1,4 @@
-"""The files taken so far, in bounded memory, so that late and repeated files are noticed; and changes of these files.
+"""Remembers the files taken so far, in little memory, so that late, repeated and changed files are noticed.
 
 A change is recognized by size, identity and content, not only by the name.
 """
@@ -17,8 +17,8 @@ from hostdev.core.run_files import GROWN, REPLACED
 from hostdev.data.preprocess import places
 from hostdev.ext.streams.folder import FileState, Folder, ends_line, hash_of, key_of
 
-MOST_DIGESTS = 1000  # digests of the last files taken, by which repeated files are found
-_MOST_NEW = 1024  # entries of a dict, which takes several times the space of an array
+MOST_DIGESTS = 1000  # number of last files taken whose digests are kept, by which repeated files are found
+_MOST_NEW = 1024  # limit of a dict's entries; more are moved to arrays, which take a fraction of the space
 UNSETTLED, SAME = "unsettled", "same"
 
 
@@ -27,9 +27,9 @@ class Taken(NamedTuple):
 
     Attributes:
         size: Number of bytes that were taken or examined; -1 if it is unknown.
-        stamp: The `FileState.stamp` of the file then.
-        digest: 63 bits of the SHA-256 of these bytes; 0 if it is unknown or does not matter.
-        lines: Number of rows in these bytes, with rejected rows.
+        stamp: The file's `FileState.stamp` when it was taken or set aside.
+        digest: 63 bits of the SHA-256 of the first `size` bytes; 0 if it is unknown or does not matter.
+        lines: Number of rows in the first `size` bytes, with rejected rows.
     """
 
     size: int = -1
@@ -71,7 +71,7 @@ class Seen:
 
     def get(self, name: str) -> Taken | None:
         """Return what is known of a file that was taken or set aside; None if it was not."""
-        number, new, known = hash_of(name), self._new, self._known  # `_new` first: `note` may move entries
+        number, new, known = hash_of(name), self._new, self._known  # read `_new` first: `note` may move its entries
         if (found := new.get(number)) is not None:
             return found
         numbers, values = known
@@ -121,7 +121,7 @@ class Seen:
         self._known, self._new = (numbers[kept], values[kept]), {}
 
     def as_values(self) -> dict[str, Any]:
-        """Return the values for a checkpoint."""
+        """Return the content as values for a checkpoint."""
         numbers, values = self._all()
         return {
             "last": self.last,
@@ -134,7 +134,7 @@ class Seen:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Seen":
-        """Return what `as_values` converted to these values."""
+        """Return the object that `as_values` converted to these values."""
         made = cls()
         made.last, made.taken = values["last"], values["taken"]
         numbers = np.ascontiguousarray(values["known"], np.int64).view(np.uint64)

@@ -22,7 +22,7 @@ from hostdev.ext.streams.seen import UNKNOWN, Seen, Taken
 
 @dataclass
 class Pending:
-    """A file that was taken, but not all of whose rows are trained on: only the first `done` rows are.
+    """A file that was taken, but that is not finished: only its first `done` of `rows` rows are trained on.
 
     Attributes:
         nbytes: How many bytes of the file were taken; None for all.
@@ -41,13 +41,13 @@ class Pending:
 class FollowState:
     """The state of the files after the last recorded step, which a checkpoint holds besides the model.
 
-    Its size does not depend on how long the run lasts.
+    Its size grows with the number of files in the folder, not with the length of the run.
     """
 
     def __init__(self, window: ScoreWindow) -> None:
         self.seen, self.window = Seen(), window
         self.pending: deque[Pending] = deque()  # in the order of training; all but the first have no row done
-        self.set_aside = 0  # files
+        self.set_aside = 0  # number of files that were set aside
         self.changed = 0  # files that have changed after they were taken or set aside
 
     def take(
@@ -76,7 +76,7 @@ class FollowState:
         return sum(each.rows - each.done for each in self.pending)
 
     def as_values(self) -> dict[str, Any]:
-        """Return the values for a checkpoint."""
+        """Return the state as values for a checkpoint."""
         return {
             "seen": self.seen.as_values(),
             "window": self.window.as_values(),
@@ -135,7 +135,7 @@ class FileLogs:
             self._files.write(json.dumps(line) + "\n")
 
     def set_aside(self, line: dict[str, Any]) -> bool:
-        """Append a line about a file that is set aside, unless it has one; return whether it was appended."""
+        """Append a line about a file, unless the log has one with the same `why`; return whether it was appended."""
         if (number := _number(line)) in self._known:
             return False
         self._known.add(number)

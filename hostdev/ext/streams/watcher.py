@@ -18,7 +18,7 @@ from hostdev.ext.streams.folder import FileState, Folder
 from hostdev.ext.streams.seen import UNSETTLED, Change, Seen, examine
 
 AHEAD = 2  # files that are converted before they are needed, each in a thread
-_MOST_UNSETTLED = 1024  # next files whose states are compared between two looks
+_MOST_UNSETTLED = 1024  # maximum number of next files whose states are compared between two looks
 _ATTEMPTS = 3  # attempts to read a file that the system fails to read, one at each look
 
 Result = Converted | Refused | Again

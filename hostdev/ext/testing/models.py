@@ -1,4 +1,4 @@
-"""Check of a model."""
+"""The check of a model: `check_model`."""
 
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
@@ -57,7 +57,7 @@ def make_schema() -> Schema:
 
 
 def make_batch(schema: Schema, seed: int) -> Batch:
-    """Return a batch of random samples; the first has an empty bag."""
+    """Return a batch of random samples; the first sample has an empty bag."""
     random = np.random.default_rng(seed)
     ids = np.stack([space.first + random.integers(0, space.size, _BATCH) for space in schema.spaces[:3]], 1)
     lengths = random.integers(0, 4, _BATCH).astype(np.int32)

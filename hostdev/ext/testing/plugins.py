@@ -1,4 +1,4 @@
-"""Checks of a format of `checkpoint export`, a source of rows, a store, and a tracker."""
+"""Checks of the classes of plugins: formats of `checkpoint export`, sources of rows, stores and trackers."""
 
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 import argparse

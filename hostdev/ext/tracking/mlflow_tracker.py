@@ -1,4 +1,4 @@
-"""Writes to MLflow: a run of `hostdev train`, with its parameters, metrics, files and end, and `Runtime.log_to`.
+"""Writes runs of `hostdev train`, with parameters, metrics and files, and the values of `Runtime.log_to` to MLflow.
 
 A separate thread sends the values, so that a slow or missing server does not delay training.
 """
@@ -25,10 +25,10 @@ from hostdev.core.run_files import CONFIG, CURVE, MLFLOW, REPORT, SUMMARY
 from hostdev.core.workers import Worker
 from hostdev.ext.tracking.tracker import EndInfo, Norms, RunInfo, Tracker, clean, files_of, final_figures, flatten
 
-MOST_WAITING = 100_000  # values that wait to be sent; more are dropped
-_BATCH = 1000  # values in a request: MLflow's limit
-_LONGEST = 250  # characters of a name: MLflow's limit
-_PAUSE_SECONDS = 2.0  # between two requests with fewer values
+MOST_WAITING = 100_000  # maximum number of values that wait to be sent; more are dropped
+_BATCH = 1000  # MLflow's limit of values in a request
+_LONGEST = 250  # MLflow's limit of characters in a name
+_PAUSE_SECONDS = 2.0  # the pause after a request, unless `_BATCH` values wait
 _USER = re.compile(r"//[^/@\s]*@")
 _OTHERS = re.compile(r"[^\w\-. /:]")  # characters that MLflow does not allow in names
 _SECONDS = 30.0  # the longest time that `flush` and `close` wait
@@ -36,7 +36,7 @@ _QUANTILES = {"p1": 1, "p50": 50, "p99": 99}
 EXPERIMENT = "hostdev"
 END_SECONDS, INTERRUPTED_SECONDS = 30.0, 5.0  # the longest wait at the end of training, finished or not
 _ABANDON_SECONDS = 1.0
-_PARAMS = 100  # parameters in a request: MLflow's limit
+_PARAMS = 100  # MLflow's limit of parameters in a request
 _PARAM_CHARACTERS = 500  # the limit of earlier versions of MLflow; it is 6,000 today
 _FILES = (CONFIG, SUMMARY, CURVE, REPORT)
 _STATUS = {"finished": "FINISHED", "stopped early": "FINISHED", "interrupted": "KILLED"}
@@ -48,7 +48,7 @@ class Value(NamedTuple):
     name: str
     value: float
     step: int
-    milliseconds: int  # when it was logged, since 1970
+    milliseconds: int  # time when the value was logged, since 1970
 
 
 class Sender:
@@ -215,7 +215,10 @@ class MLflowWriter:
         self._finish(self._sender.flush)
 
     def close(self) -> None:
-        """Send what is queued and end the thread, as `flush`; MLflow's run stays open. A second call does nothing."""
+        """Send what is queued, and end the thread; MLflow's run stays open. A second call does nothing.
+
+        Raises UserError like `flush`, or if values were dropped.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -243,9 +246,9 @@ class MLflowError(HostdevError):
 
 
 class MLflowTracker(Tracker):
-    """Writes a run to MLflow, from a thread: training never waits for it, and its end waits at most 30 seconds.
+    """Writes a run to MLflow from a thread: steps never wait for MLflow, and the end of training at most 30 seconds.
 
-    mlflow.json in the run directory has the run of MLflow, and the last step of each metric that was sent.
+    mlflow.json in the run directory has the id of MLflow's run, and for each metric the last step that was sent.
     """
 
     name = "mlflow"
@@ -254,8 +257,8 @@ class MLflowTracker(Tracker):
         self._sender: Sender | None = None
         self._client: Any = None  # untyped
         self._run_id = ""
-        self._sent: dict[str, int] = {}  # the last step of each metric
-        self._before: dict[str, int] = {}  # the last step of each metric that an earlier process sent
+        self._sent: dict[str, int] = {}  # for each metric, the last step that was sent
+        self._before: dict[str, int] = {}  # for each metric, the last step that an earlier process sent
 
     @classmethod
     def require(cls) -> None:
@@ -348,7 +351,7 @@ class MLflowTracker(Tracker):
             self._sender.close(lambda: self._set_status(status), _ABANDON_SECONDS)
 
     def on_end(self, end: EndInfo) -> None:
-        """Send the rest, the final figures and the files, and end MLflow's run."""
+        """Send the values that still wait, the final figures and the files, and end MLflow's run."""
         assert self._sender is not None
         for name, value in final_figures(end).items():
             self._sender.add(f"summary/{name}", value, end.steps)

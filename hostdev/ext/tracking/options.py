@@ -12,7 +12,7 @@ from hostdev.ext.tracking.tracker import METHODS, Tracker
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingOptions(OptionGroup):
-    """Trackers and callbacks."""
+    """The options that name trackers and callbacks."""
 
     section: ClassVar[str] = "tracking"
     title: ClassVar[str] = "what the run writes"

@@ -11,7 +11,7 @@ from hostdev.core.run_files import TENSORBOARD
 from hostdev.ext.tracking.tracker import EndInfo, Norms, RunInfo, StepInfo, Tracker, clean, final_figures, flatten
 
 _FLUSH_SECONDS = 10
-_QUEUE = 1000  # events
+_QUEUE = 1000  # the most events that wait to be written
 
 
 class TensorBoardTracker(Tracker):
@@ -36,7 +36,7 @@ class TensorBoardTracker(Tracker):
         self._again = step
 
     def on_start(self, run: RunInfo) -> None:
-        """Open the event file; events of steps after the checkpoint of a resumed run become invisible."""
+        """Open the event file; if the run resumes, hide earlier events of the steps that it repeats."""
         from torch.utils.tensorboard import SummaryWriter  # its import takes seconds
 
         first = run.first_step
@@ -95,7 +95,7 @@ def _as_hparam(value: Any) -> bool | int | float | str:
 
 
 def _without_traceback(usual: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return a hook that hides errors of the threads that write event files: the next call raises them, too."""
+    """Return a hook that hides errors of the threads that write event files: the writer's next call raises them."""
 
     def hook(args: Any) -> None:
         if not type(args.thread).__module__.startswith("tensorboard."):

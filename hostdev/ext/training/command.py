@@ -149,7 +149,7 @@ def _choose(settings: CommandConfig, data: TrainingData, world: World) -> Comman
 
 
 class _Command:
-    """One training command; it prints, and ends the run as its outcome requires.
+    """One training command, which prints what it does and ends the run according to its outcome.
 
     Args:
         settings: The options, resolved.

@@ -36,18 +36,18 @@ class RunCallbacks(RunObserver):
 
     def __init__(self, users: Iterable[tuple[str, Any]], trackers: Iterable[Tracker], stop: GracefulStop) -> None:
         self._users, self._trackers, self._stop = list(users), list(trackers), stop
-        self.listens = bool(self._users or self._trackers)  # at the start; trackers may fail later
+        self.listens = bool(self._users or self._trackers)  # as of the start; a tracker that fails is removed later
         self._failed: list[str] = []  # warnings about failed trackers, for the end of the run
         self.error: CallbackError | None = None
         self._raised: Any = None  # the callback that raised `error`
-        self._step = self._samples = self._since = 0  # samples, since: samples and steps after the last record
+        self._step = self._samples = self._since = 0  # _samples, _since: samples and steps since the last record
         self._at = 0.0
         self._figures: RuntimeFigures | None = None
         self._generators: list[Any] = []
         self._is_started = self._has_ended = False
 
     def start(self, run: RunInfo, runtime: Runtime, again: StepInfo | None) -> None:
-        """Call `on_start`, for trackers after `take_again`; raise CallbackError if a callback fails."""
+        """Call `take_again` of the trackers, then `on_start` of all; raise CallbackError if a callback fails."""
         if not self.listens:
             return
         self._generators, self._step = get_generators(runtime.device), run.first_step

@@ -40,8 +40,8 @@ from hostdev.train.build import device_of, groups_of, ids_of, vector_tables
 from hostdev.train.network import inputs_like
 from hostdev.train.options import TrainConfig
 
-_MODULE = "hostdev.ext.verify.process_cli"  # run by the processes
-_WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
+_MODULE = "hostdev.ext.verify.process_cli"  # the module that each process runs
+_WAYS = ((0, None), (2, None), (2, "10%"))  # pipeline depth and cache of the runs to compare with one process
 _TOLERANCE = 1e-5  # relative tolerance for losses if layers are sliced, because their sums have a different order
 _WEIGHTS = 1e-4  # tolerance for the final dense weights, relative to their norm
 

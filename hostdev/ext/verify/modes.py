@@ -81,7 +81,7 @@ class Difference(NamedTuple):
 def modes(threads: int, groups: int = 1, *, by_key: bool = False) -> Iterator[Mode]:
     """Yield the modes to compare, for a model with `groups` groups of tables; the first mode is the reference.
 
-    Tables by key are on the host, and their caches have no counts.
+    With `by_key`, modes with device tables or with the policy "static" are left out.
     """
     for mode in _all_modes(threads, groups):
         if not by_key or (mode.host_device_mix and mode.policy != "static"):

@@ -11,8 +11,8 @@ from hostdev.host.disk.segments import get_pages, read_all
 from hostdev.kernels import disk_records, frames
 from hostdev.kernels.disk_records import GOOD
 
-_RETRIED_AFTER = 0.5  # seconds between checks for space on a full disk, without a limit (unlike `core.stores.Patience`)
-_ROWS = 1 << 20  # rows that are looked at while the lock is held
+_RETRIED_AFTER = 0.5  # seconds between tries on a full disk, which never end (unlike `core.stores.Patience`)
+_ROWS = 1 << 20  # entries of `where` searched each time that the lock is held
 
 
 class Collector:

@@ -24,9 +24,9 @@ from hostdev.kernels.arrays import AnyIds, Positions, give_back, reserved
 from hostdev.kernels.disk_records import Format
 
 FRAME_BYTES = 32  # memory of a frame beside its row
-_BUFFERS_OF = 16  # buffers for writing take at most one part in 16 of the memory
+_BUFFERS_OF = 16  # buffers for writing take up to one part in 16 of the memory, or LEAST_BUFFERS chunks if that is more
 LEAST_BUFFERS = 4
-_SPARE_BATCHES = 4  # memory for the rows of so many batches is left beside the rows that the plan keeps
+_SPARE_BATCHES = 4  # the planner leaves frames for the rows of this many batches, but at most half of all frames
 _RESERVED_OF = 8  # one frame in 8 is for reads and writes outside of the pipeline
 Allocate = Callable[[int, npt.NDArray[np.int64]], Planes]
 
@@ -58,7 +58,7 @@ class MemorySize(NamedTuple):
         return min(self.rows, (nbytes - buffers) // self.frame_bytes)
 
     def get_bytes(self, batch: int) -> int:
-        """Return bytes of memory that suffice, as any more do, for the pipeline to hold `batch` of the rows at once."""
+        """Return a memory size in bytes with which, or with more, the pipeline can hold `batch` rows at once."""
         frames = min(self.rows, -(-batch * _RESERVED_OF // (_RESERVED_OF - 1))) * self.frame_bytes
         in_buffers = -(-frames // (_BUFFERS_OF - 1))
         return frames + max(in_buffers, LEAST_BUFFERS * self.format.chunk_bytes)
@@ -84,7 +84,7 @@ class NoFramesError(UserError):
 
 
 class FramePool:
-    """The frames of a `Tier`, and the store below. Methods with an underscore need the lock of `_changed`.
+    """The frames of a `Tier`, and the store of rows on disk. Methods with an underscore need the lock of `_changed`.
 
     Args:
         name: The table's name.
@@ -117,7 +117,7 @@ class FramePool:
         shared = self.where, self._saved, self._changed
         self.store = SegmentStore(name, folder.path, format_, *shared, size.count_buffers(nbytes))
         self._at_end = weakref.finalize(self, end_table, self.store, folder)
-        self.exceeded = self.most_exceeded = 0  # times that rows had more memory than the budget; most frames beyond it
+        self.exceeded = self.most_exceeded = 0  # how often frames were added beyond the budget; most of these at once
         self.needed_bytes = 0  # memory that would have sufficed for the most rows needed at once
 
     @property
@@ -126,9 +126,9 @@ class FramePool:
         return self._end * self.size.frame_bytes + self.store.nbytes
 
     def _grow(self, wanted: int, rows: int) -> str | None:
-        """Add free frames beyond the budget, as `rows` rows are needed at once; the first time, return a warning.
+        """Add `wanted` frames beyond the budget, as `rows` rows are needed at once; the first time, return a warning.
 
-        Needs the lock. The caller has called `_shrink`, so no free frame is beyond the budget.
+        Needs the lock. The caller has called `_shrink`, so `_free` has no frame beyond the budget.
         """
         free = self.count + np.flatnonzero(self._row_of[self.count : self._end] == frames.FREE)[:wanted]
         end = self._end + wanted - len(free)

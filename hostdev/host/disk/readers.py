@@ -95,7 +95,7 @@ class Read:
             _queue.put((self, start, stop))
 
     def work(self, start: int, stop: int, words: Any) -> None:
-        """Read the records [start, stop)."""
+        """Read the records [start, stop), in the order of positions; `words` is a buffer, uint64 [any]."""
         failure = np.zeros(3, np.int64)
         try:
             if self.failure[0] == GOOD:

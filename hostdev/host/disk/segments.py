@@ -1,9 +1,9 @@
-"""The files of a table on disk: segments of 64 MiB, each with a number, the live records in it, and a checksum.
+"""The files of a table on disk: segments of 64 MiB, each with a number, a count of live records, and a checksum.
 
 A segment is written from its begin to its end, in chunks, and does not change afterwards. Checkpoints can then hold it
 by a hard link. Segments of a checkpoint that was loaded are held in the same way.
 
-The folder of a table is made for one run, is locked while it lasts, and is removed at its end.
+The folder of a table is made for one run, is locked while the run lasts, and is removed at the run's end.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class Segments:
         tainted: bool [most], whether there are records in the segment that checkpoints must not have.
         adopted: Segments of another run, whose records have the row numbers of that run.
         direct: Whether files bypass the system's page cache.
-        is_full: Whether there was no space for the last segment.
+        is_full: Whether there was no space, or no free file descriptor, for the last segment.
     """
 
     def __init__(self, name: str, folder: Path, format_: Format, most: int) -> None:
@@ -89,7 +89,7 @@ class Segments:
         self._hashes: dict[int, Any] = {}
         self._synced: set[int] = set()
         self._free = deque(range(most))
-        self._made = 0  # segments that were ever made or adopted
+        self._made = 0  # number of segments made or adopted so far
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -109,7 +109,7 @@ class Segments:
         return self._free.popleft()
 
     def make(self, segment: int) -> None:
-        """Make an empty segment at an index; raise DiskFullError if there is no space for it."""
+        """Make an empty segment at an index; raise DiskFullError if there is no space, UserError after other errors."""
         self._made += 1
         path, size = self.folder / f"segment-{self._made:08d}", self.format.segment_bytes
         try:
@@ -181,7 +181,7 @@ class Segments:
         self.written[at] = self.ends[at]
 
     def _open(self, path: Path, flags: int) -> int:
-        """Open a file, past the system's page cache where the file system can."""
+        """Open a file; bypass the system's page cache if the file system supports that."""
         if self.direct:
             try:
                 return os.open(path, flags | _DIRECT, 0o666)
@@ -194,7 +194,7 @@ class Segments:
         return os.open(path, flags, 0o666)
 
     def note_written(self, segment: int, words: Any) -> None:
-        """Note a chunk that was written; a segment's chunks are written in order."""
+        """Record that the next chunk of a segment, `words`, was written; chunks are written in order."""
         blocks = words[: self.format.chunk_bytes >> 3].reshape(-1, self.format.block_bytes >> 3)
         self._hashes[segment].update(np.ascontiguousarray(blocks[:, :_HEADER_WORDS]).data)
         self.written[segment] += 1

@@ -1,4 +1,4 @@
-"""Storage of a table whose rows are on disk, but for those in memory; see `host.storage` for the rows' layouts."""
+"""Storage of a table on disk, some of whose rows are in memory; see `host.layouts` for their layouts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,7 +22,7 @@ from hostdev.kernels.clock import Clock
 from hostdev.kernels.norm import PART
 from hostdev.kernels.pool import Task
 
-_HELD_OF = 16  # a call outside of the pipeline holds at most one frame in 16 at a time
+_HELD_OF = 16  # `held` pins at most one frame in 16 at a time
 
 
 def allocate_rows(format_: RowFormat, keys: LongIds) -> Float32 | Split:
@@ -36,9 +36,10 @@ def count_row_bytes(format_: RowFormat) -> int:
 
 
 class DiskStorage(Storage):
-    """Storage of all rows of a table on disk, and of some in memory. See `Storage`, whose methods need pinned rows.
+    """Storage of all rows of a table on disk, and of some in memory; see `Storage`.
 
-    `sources` reads any rows, and `held` holds them in memory.
+    Methods that return tasks, `apply`, `taken` and `taken_row_slots` need rows that are pinned in memory. `sources`,
+    `copy_to_columns` and columns read any rows. `held` and `holding` pin any rows.
 
     Args:
         format_: How rows are stored, and what they are initially.
@@ -69,7 +70,7 @@ class DiskStorage(Storage):
         self.tier.forget(ids)
 
     def taint(self, changes: Any = None) -> None:
-        """See `Storage`; wait for a checkpoint that is being written, since it has the rows."""
+        """See `Storage`; first wait for a checkpoint that is being written, since it still reads the records."""
         if changes is not None:
             changes.await_end()
         self.tier.store.taint()
@@ -111,7 +112,7 @@ class DiskStorage(Storage):
 
     @property
     def nbytes(self) -> int:
-        """The memory that the table takes."""
+        """The memory that the table takes, in bytes."""
         return self.tier.nbytes + int(self.tier.where.nbytes)
 
     def sources(

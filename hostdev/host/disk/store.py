@@ -26,26 +26,27 @@ class _Chunk(NamedTuple):
     """A full buffer, to be written."""
 
     segment: int
-    number: int  # of the chunk in its segment
+    number: int  # the chunk's number in its segment
     buffer: int
 
 
 class SegmentStore:
     """The records of a table.
 
-    Methods that say so need the lock of `changed`, which guards `where` and all that the store knows.
+    Methods that say so need the lock of `changed`, which guards `where` and the store's attributes.
 
     Args:
         name: The table's name, for errors.
         folder: An empty folder for the segments.
         format_: The format of records.
         where: Where each row is, see `kernels.frames`.
-        saved: For each row in memory, where it is on disk if it is unchanged; see `kernels.frames`.
+        saved: For each frame, where its row is on disk if the row is unchanged; see `kernels.frames`.
         changed: Notified when buffers are written.
         buffers: Number of buffers in memory, each for a chunk.
 
     Attributes:
-        written_bytes: What was written, by kind: "rows", and "collected" rows.
+        written_bytes: Bytes of records appended so far, by kind: "rows" from memory, and "collected" records, moved
+            from other segments.
         segments: The files.
     """
 
@@ -69,7 +70,7 @@ class SegmentStore:
         self._words = reserve(buffers * format_.chunk_bytes, huge=True)[1].view(np.uint64).reshape(buffers, -1)
         self._free_buffers = list(range(buffers))
         self._segment, self._next = -1, 0  # the segment that is being filled (-1: none), and its number of records
-        self._buffer = -1  # the buffer of its last records
+        self._buffer = -1  # the buffer of this segment's last records; -1: none
         self._spare = -1  # an empty segment, to be filled next; -1: none
         self._preparing = threading.Lock()
         self._version = 1
@@ -108,7 +109,7 @@ class SegmentStore:
             raise UserError(f"table {self._name!r} was closed")
 
     def fail(self, error: UserError) -> None:
-        """Make all further calls fail with this error."""
+        """Record an error, which `require_good` and `await_room` raise from now on, unless one was recorded before."""
         with self.changed:
             self._error = self._error or error
             self.changed.notify_all()
@@ -125,7 +126,7 @@ class SegmentStore:
 
         Raises:
             DiskFullError: The disk is full.
-            UserError: A write has failed.
+            UserError: A read or write has failed, or the store was closed.
         """
         while True:
             with self._preparing:
@@ -249,7 +250,7 @@ class SegmentStore:
                 self.changed.notify_all()
 
     def close_segment(self) -> None:
-        """Write the segment that is being filled, as far as it is filled; needs the lock."""
+        """End the segment that is being filled, and let its last chunk be written; needs the lock."""
         segment, per_chunk = self._segment, self.format.per_chunk
         if segment < 0:
             return
@@ -264,7 +265,7 @@ class SegmentStore:
         """Wait until segments are on disk, and return their files. The caller is in a read, and does not hold the lock.
 
         Raises:
-            UserError: A write has failed.
+            UserError: A read or write has failed, or the store was closed.
         """
         wanted = np.array(segments, np.int64)
         with self.changed:
@@ -323,7 +324,7 @@ class SegmentStore:
         self.segments.free(segment)
 
     def append_moved(self, segment: int, numbers: Any, rows: Any, source: Any) -> None:
-        """Append records of a segment again, as far as there is `room`; needs the lock.
+        """Append records of a segment again; there must be `room`. Needs the lock.
 
         Args:
             segment: The segment.

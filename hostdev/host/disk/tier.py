@@ -26,7 +26,7 @@ class Pinned(NamedTuple):
     """Rows that stay in memory until they are unpinned."""
 
     frames: Positions  # int32 [N]
-    read: Read | None  # the read of the rows that are on disk
+    read: Read | None  # the read of the rows that are on disk; None if there are none
 
 
 class Tier(FramePool):
@@ -40,8 +40,8 @@ class Tier(FramePool):
         rows: V.
         nbytes: Memory for frames and buffers.
         row_bytes: Bytes of a row in memory.
-        allocate: Called with a number of frames, and an int64 [that many] for their keys; returns the frames' planes,
-            whose memory should only be reserved, as most frames may never be used.
+        allocate: Called with a number of frames, and with the array of their keys, int64 [frames]; returns the frames'
+            planes, whose memory should only be reserved, as most frames may never be used.
         get_keys: Returns the keys, integers [N], of rows.
         fill: Called with frames [N] and the keys of rows; writes the rows' initial values.
         segment_bytes: The size of a segment, at least a chunk; None for `SEGMENT_BYTES`.
@@ -88,7 +88,7 @@ class Tier(FramePool):
             change: Whether the rows may be written.
             reserve: Whether to use the frames that are reserved for calls outside of the pipeline.
             read: Whether the rows' values are needed; if not, all must be written before `unpin`.
-            exceed: Whether rows that do not fit get memory of their own beyond the budget, until they leave it.
+            exceed: Whether rows that do not fit get frames beyond the budget for as long as necessary.
 
         Returns:
             The pinned rows; None if other rows must be unpinned first, which does not happen with `exceed`.
@@ -126,11 +126,11 @@ class Tier(FramePool):
                 self.unpin(pinned)
                 raise
             finally:
-                self._arrived(new)  # nobody waits for them in vain
+                self._arrived(new)  # even after an error, so that no thread waits in vain
         return pinned
 
     def _pin(self, rows: AnyIds, *, change: bool, read: bool) -> tuple[Pinned, Positions]:
-        """Pin rows, for which there are enough free frames; return also the frames that need initial values."""
+        """Pin rows, for which there are enough free frames; return them, and the frames that need initial values."""
         n, store = len(rows), self.store
         found, missing, positions = np.empty(n, np.int32), np.empty(n + 1, np.int32), np.empty(n + 1, np.int64)
         state = self.where, self._row_of, self._pins, self._saved, self._state, self._free, self._free_count
@@ -180,7 +180,7 @@ class Tier(FramePool):
             self._changed.notify_all()
 
     def await_rows(self, pinned: Pinned) -> None:
-        """Wait until the rows are in memory, whoever reads or fills them; raise UserError if one could not be read."""
+        """Wait until the rows have values, whichever thread reads or fills them; raise UserError if the store fails."""
         begin = time.perf_counter()
         if pinned.read is not None:
             pinned.read.wait()
@@ -190,7 +190,7 @@ class Tier(FramePool):
         self.store.require_good()
 
     def unpin(self, pinned: Pinned) -> None:
-        """Allow rows to leave the memory."""
+        """Undo `try_pin`: rows that are not pinned otherwise may leave the memory."""
         if pinned.read is not None:
             pinned.read.wait()
         with self._changed:
@@ -258,7 +258,7 @@ class Tier(FramePool):
             self.store.end_read(number)
 
     def adopt(self, rows: AnyIds, positions: npt.NDArray[np.int64]) -> None:
-        """Use the records at positions [N], which the store has adopted, as rows [N] that had their initial values."""
+        """Let rows [N] with initial values have the records at positions [N], which the store has adopted."""
         per_segment, live = self.store.format.per_segment, self.store.live
         with self._changed:
             self.where[rows] = positions + 1
@@ -331,7 +331,7 @@ class Tier(FramePool):
             raise errors[0]
 
     def _arriving(self, rows: AnyIds, places: Positions) -> bool:
-        """Write the rows' frames to `places`, -1 for rows not in memory; return whether a row is still being read."""
+        """Write the rows' frames to `places`, -1 for rows not in memory; return whether one is being read or filled."""
         frames.find(0, len(rows), rows, self.where, places)
         here = places[places >= 0]
         return bool((self._state[here] & frames.ARRIVING).any())

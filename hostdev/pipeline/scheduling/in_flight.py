@@ -16,7 +16,7 @@ from hostdev.pipeline.tiers import BatchPins
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """The shared state of an in-flight batch; threads change it under the condition of `InFlightBatches`.
+    """The shared state of an in-flight batch; threads change it under `InFlightBatches.changed`.
 
     `writes`, `rows` and `first` are each set once, by the fetcher. Only the fetcher uses `claimed`, `forwarded` and
     `awaits`.
@@ -70,7 +70,7 @@ class InFlightBatches:
     """The in-flight batches by number, in order.
 
     Args:
-        changed: The condition of the `PipelineQueues`.
+        changed: The condition variable of `workers.PipelineQueues`.
         updated: Number of the last batch whose update is finished.
     """
 

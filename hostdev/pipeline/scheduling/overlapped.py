@@ -74,7 +74,7 @@ class OverlappedPass:
             queues.in_flight.release(self._given)
             self._given = None
         self._taken += 1
-        if queues.alone:  # one after the other, as at depth 0
+        if queues.alone:  # the step runs alone: first finish earlier updates, as at depth 0
             with self._timeline.stall("step"):
                 queues.wait(lambda: queues.update_error or queues.in_flight.updated >= queues.finished)
         self._read_ahead()
@@ -199,7 +199,7 @@ class OverlappedPass:
                 uninterruptible(join)  # the caller of `close` will write the same memory as these threads
             if self._reads_behind:
                 threads[0].join(LONGEST_JOIN)
-        finally:  # an interrupt is raised once all have ended
+        finally:  # also after an interrupt, which is raised once all threads have ended
             queues.clear()
             self._workers.path.pins.close()
             if self._update and self._context.forwarding is not None:
@@ -209,7 +209,7 @@ class OverlappedPass:
         queues.update_error = None
 
     def _joined(self, threads: list[threading.Thread]) -> bool:
-        """Wait for threads that exchange rows; return whether they have ended and the other ranks still run."""
+        """Wait for threads that exchange rows, while other ranks still run; return whether the threads have ended."""
 
         def wait() -> None:
             for thread in threads:

@@ -41,7 +41,7 @@ class PipelineQueues:
         self.closing = False  # threads continue until they would have to wait, which is the same point on all ranks
         self.read_all = False  # whether the reader has ended
         self.update_error: BaseException | None = None
-        self.alone = False  # the caller's step runs alone: the fetcher works only while the caller waits for it
+        self.alone = False  # whether the step runs alone: the fetcher works only while the caller waits for a batch
         self._caller_waits = False
         self._lookups = 0  # number of threads in `looking_up`
         self._looking_up_again = False  # whether the caller is in `looking_up_again`
@@ -144,7 +144,7 @@ class PipelineQueues:
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Make all threads end at their next wait."""
+        """Make each thread end at its next wait; the updater first finishes the stepped batches."""
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
@@ -163,7 +163,7 @@ class PipelineQueues:
 
 
 class _QueueWaits(Waits):
-    """What the batches of an overlapped pass wait for, under the condition of the pass's queues."""
+    """What the batches of an overlapped pass wait for, under the condition variable of the queues."""
 
     overlap = True
 

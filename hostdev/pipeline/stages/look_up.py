@@ -37,7 +37,7 @@ def take_memory(context: Context, batch: PlannedBatch) -> PinnedBuffer:
 
 
 def take_forwarded(context: Context, batch: PlannedBatch, memory: PinnedBuffer) -> list[ForwardedRows | None]:
-    """Return, by group, the rows that the previous batch forwards to this batch, before they are read; [] if none."""
+    """Return, by group, the still unread rows that the previous batch forwards to this batch; [] if there are none."""
     if batch.conflicts is None or batch.conflicts.forwarded is None:
         return []
     parts = context.groups, context.offsets, batch.reads, batch.conflicts.forwarded

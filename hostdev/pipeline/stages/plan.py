@@ -77,7 +77,7 @@ def deduplicate(
 def _exchange(
     context: Context, batch: ReadBatch, groups: Sequence[UniqueGroup], *, update: bool, is_first: bool
 ) -> list[UniqueGroup]:
-    """Send the unique ids to the ranks with the rows; keys go to their owners first, which know their rows."""
+    """Send the unique ids to the ranks with the rows; keys are first sent to their owners, which find the rows."""
     exchange, (number, request) = context.exchanges[update], batch
     nothing = Assigned(None, False, None)
     requested: list[Any] = [group.ids for group in groups]

@@ -92,7 +92,7 @@ def end_step(context: Context, batch: StepBatch, gradients: Gradients | None) ->
         clocks = batch.begun, context.staging.clock()
         received_first: tuple[Any, Any] = None, None
         if leaving:
-            shared = batch.in_flight.shared  # set if the next batch has been planned
+            shared = batch.in_flight.shared  # None unless the next batch is planned and waits for rows
             received_first, received = _receive(context, batch, leaving, shared)
         return SteppedBatch(
             number=batch.number,
@@ -117,7 +117,7 @@ def abandon_step(batch: StepBatch) -> None:
     batch.span.__exit__(None, None, None)
 
 
-_Leaving = tuple[int, BatchRows, list[Tensor | None]]  # a group's number, a table's rows, their tensors for the host
+_Leaving = tuple[int, BatchRows, list[Tensor | None]]  # a group's number, a table's rows, tensors for the host
 
 
 def _update_on_device(context: Context, batch: StepBatch, gradients: Gradients) -> list[_Leaving]:

@@ -38,7 +38,7 @@ def update_first(context: Context, batch: SteppedBatch, shared: SharedRows) -> N
     with context.timeline.span("update first", batch.number) as span:
         span["rows"] = len(shared.first)
         subsets = context.offsets.split(shared.first, batch.writes.starts)
-        tasks = _make_tasks(batch, subsets, first=known is shared)  # may wait for a checkpoint's reader
+        tasks = _make_tasks(batch, subsets, first=known is shared)  # not urgent: may wait for a checkpoint's reader
         with urgent():  # the device may be waiting
             run_tasks(tasks)
 
