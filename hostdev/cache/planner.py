@@ -283,7 +283,7 @@ class Planner:
             self._gate_of_late = _get_gate(self._least_of_late, _OPEN_GATE)
 
     def _store_probabilities(self, counts: npt.NDArray[Any], uses: int) -> None:
-        """Store each row's probability, estimated from the counts, of being in a batch of `uses` occurrences."""
+        """Estimate from `counts` how likely a batch of `uses` ids is to use each row; store this, and thresholds."""
         total = float(counts.sum(dtype=np.float64))
         per_use = np.float32(uses / total) if total > 0 else np.float32(0)
         self._counted = bool(per_use > 0)  # False if all counts are 0, or their sum overflows

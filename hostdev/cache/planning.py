@@ -327,7 +327,7 @@ def divide(threshold, ties, missed, keys, starts, ends, admitted, passed):
 
 @kernel
 def exchange(start, stop, ids, admitted, into, evicted, rows, slot_ids):
-    """Assign the slots into[start:stop] to the ids at the positions admitted[start:stop].
+    """Give the slots `into[start:stop]` to the ids at positions `admitted[start:stop]`, and record the rows that leave.
 
     Args:
         evicted: Output [E]: the rows that held the last E slots of `into`.

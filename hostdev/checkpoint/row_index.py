@@ -415,7 +415,7 @@ class MergedKeys(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """Where the keys of each part are among a checkpoint's keys, which are in the order of their hashes."""
+    """Where each part begins and ends in a checkpoint's keys, and in the keys that lost their rows, both by hash."""
 
     number: int  # 0 for the newest checkpoint
     files: range  # numbers of its files

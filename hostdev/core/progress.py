@@ -98,7 +98,7 @@ class BarFormat:
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """The values of the texts, for tqdm."""
+        """The values that tqdm puts into the placeholders of `bar_format`."""
         found: dict[str, Any] = super().format_dict  # type: ignore[misc]  # of tqdm
         n, total, unit, scale = (found[name] for name in ("n", "total", "unit", "unit_scale"))
         rate = found["rate"] or (n / found["elapsed"] if found["elapsed"] else 0.0)

@@ -185,7 +185,7 @@ class WritableTable(ReadableTable):
         return tasks
 
     def _require_alone(self) -> None:
-        """Raise UserError if other processes train copies of this table, which would diverge."""
+        """Raise UserError if this is one of several processes that are not joined: their copies would diverge."""
         if not self.may_train:
             require_alone(
                 f"the training of table {self.name!r}", "give HostTable part=ranks.part(), and Runtime ranks=ranks"

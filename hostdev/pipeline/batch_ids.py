@@ -106,7 +106,7 @@ class Group:
 
     @property
     def used_rows(self) -> int:
-        """One more than the largest row number in use."""
+        """One more than the largest row number that has ever been used."""
         return self.embeddings[0].table.used_rows
 
     @property

@@ -112,7 +112,8 @@ class Runtime(Logged, FrameworkLoaders):
         require_seeds(self.group_specs, self.world)
         placement.agree_on_capacity(self.group_specs, self.world)
         self.device = backend.require(device)
-        if self.device.type == "cpu":  # torch's operations and the host's kernels share cores and memory
+        # Waiting threads of torch would take the kernels' cores, and new memory in each step would cost page faults.
+        if self.device.type == "cpu":
             limit_spinning()
             keep_freed_memory()
         placement.require_place(self.group_specs, self.device)
