@@ -286,6 +286,6 @@ class SmallestNorm(_Keep):
 
     def scores(self, use: KeyUse) -> Numbers:
         """See `Eviction`."""
-        norms = use.square_norms
-        scores: Numbers = np.where(np.isnan(norms), np.inf, norms)
+        squares = use.square_norms
+        scores: Numbers = np.where(np.isnan(squares), np.inf, squares)
         return scores

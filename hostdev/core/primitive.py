@@ -128,11 +128,7 @@ class OpTimes:
     def add(self, nanoseconds: int, nbytes: int) -> None:
         """Add one call's duration, and the bytes that it moved."""
         with self._adding:
-            latest = self._durations.latest
-            if len(latest) < EXACT:
-                latest.append(nanoseconds)
-            else:
-                self._durations.add(nanoseconds)
+            self._durations.add(nanoseconds)
             self.total += nanoseconds
             self.bytes += nbytes
         if self._log.is_writing:

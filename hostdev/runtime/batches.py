@@ -88,7 +88,7 @@ class Loop(Generic[Item]):
         self._stack = ExitStack()  # its callbacks must not keep the loop alive: deleting a loop closes it
         self._pass: Any = None  # None before the first batch and after the last
         self._length: int | None = None
-        self.given = 0  # number of batches, or steps, that were yielded
+        self._given = 0  # number of batches, or steps, that were yielded
         self._what = "step" if self.name == "train" else "batch"
         self.is_left = False  # whether a `for` statement over the loop has ended, and the loop has not continued since
         self._is_replaced = False
@@ -98,13 +98,18 @@ class Loop(Generic[Item]):
         """Return an iterator for one `for` statement; raise ValueError if the loop is over, as in a second epoch."""
         spent = False
         with suppress(TypeError):  # raised if the loader has no length
-            spent = 0 < self.given == len(self)
+            spent = 0 < self._given == len(self)
         if self._ended or spent:
             raise ValueError(
                 "this loop is over; call runtime.train(...) or predict(...) again for each epoch, or pass "
                 "runtime.train_loader(...), which opens a new loop for each epoch, to a framework's trainer"
             )
         return LoopStatement(self)
+
+    @property
+    def given(self) -> int:
+        """Number of batches, or steps, that were yielded."""
+        return self._given
 
     def replace(self) -> None:
         """End a loop that was left, because another one begins; `next` then raises ValueError."""
@@ -246,7 +251,7 @@ class Loop(Generic[Item]):
                     self._begin_next()
                     self._end_batch()
                     self._take_or_stop()
-                self.given += 1
+                self._given += 1
                 item: Item = self._make_step() if self._by_step else self._next_batch()
                 return item
         except StopIteration:
@@ -391,7 +396,7 @@ class PredictLoop(Loop[Item]):
 
     def _take(self, step_batch: StepBatch) -> None:
         super()._take(step_batch)
-        if self.given + (1 if self._by_step else len(self._batch.micros)) == self._length:
+        if self._given + (1 if self._by_step else len(self._batch.micros)) == self._length:
             self._look_for_end()
 
     def _look_for_end(self) -> None:

@@ -71,7 +71,8 @@ def get_generators(device: torch.device) -> list[Generator]:
     found: list[Generator] = [_Torch(torch.default_generator, "torch"), _NumPy(), _Python()]
     if device.type != "cpu":
         defaults = getattr(torch.get_device_module(device), "default_generators", ())
-        found += [_Torch(one, "device") for one in defaults[device.index or 0 :][:1]]
+        index = device.index or 0
+        found += [_Torch(one, "device") for one in defaults[index : index + 1]]
     return found
 
 
@@ -307,17 +308,14 @@ def _list_used(thing: Any) -> list[Any] | None:
         if inspect.getgeneratorstate(thing) != inspect.GEN_CREATED:  # an iterator that has begun may hold anything
             return None
         assert thing.gi_frame is not None
-        return [*inspect.getgeneratorlocals(thing).values(), *_list_globals(thing.gi_code, thing.gi_frame.f_globals)]
+        return _list_named(thing.gi_code, thing.gi_frame.f_globals, [*inspect.getgeneratorlocals(thing).values()])
     if not isinstance(thing, types.FunctionType):
         return [thing.__self__] if hasattr(thing, "__self__") else None  # a compiled function's module or object
     own = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
     for cell in thing.__closure__ or ():
         with suppress(ValueError):  # the variable has no value yet
             own.append(cell.cell_contents)
-    if thing.__module__.partition(".")[0] in (*sys.stdlib_module_names, *_LIBRARIES, "torch"):
-        return own
-    modules = [used for used in own if isinstance(used, types.ModuleType)]
-    return own + _list_globals(thing.__code__, thing.__globals__, modules)
+    return own if _is_of_library(thing.__module__) else _list_named(thing.__code__, thing.__globals__, own)
 
 
 def _list_used_by_class(kind: type[Any]) -> list[Any]:
@@ -325,14 +323,14 @@ def _list_used_by_class(kind: type[Any]) -> list[Any]:
     shared = [value for base in kind.__mro__ if _is_of_program(base.__module__) for value in vars(base).values()]
     functions = [getattr(value, "__func__", getattr(value, "fget", value)) for value in shared]
     methods = [one for one in functions if isinstance(one, types.FunctionType)]
-    named = [used for one in methods for used in _list_globals(one.__code__, one.__globals__)]
+    named = [used for one in methods for used in _list_named(one.__code__, one.__globals__, [])]
     return [value for value in shared if isinstance(value, _GENERATORS)] + named
 
 
-def _list_globals(code: types.CodeType, globals_: dict[str, Any], modules: Iterable[Any] = ()) -> list[Any]:
-    """Return the globals that a function's code names, and what it names in modules of the program."""
+def _list_named(code: types.CodeType, variables: dict[str, Any], own: Sequence[Any]) -> list[Any]:
+    """Return what a function uses: its own objects, the globals that its code names, and what it names in modules."""
     names = {name for inner in _list_codes(code) for name in inner.co_names}
-    found = [*modules, *(globals_[name] if name in globals_ else sys.modules.get(name) for name in names)]
+    found = [*own, *(variables[name] if name in variables else sys.modules.get(name) for name in names)]
     seen: set[int] = set()
     for module in found:  # `found` grows meanwhile: a module's attribute may be a module
         if isinstance(module, types.ModuleType) and id(module) not in seen and _is_of_program(module.__name__):
@@ -341,12 +339,15 @@ def _list_globals(code: types.CodeType, globals_: dict[str, Any], modules: Itera
     return found
 
 
+def _is_of_library(module: str) -> bool:
+    """Return whether a module belongs to Python or to a package whose objects are data."""
+    return module.partition(".")[0] in (*sys.stdlib_module_names, *_LIBRARIES, "torch")
+
+
 def _is_of_program(module: str) -> bool:
     """Return whether a module belongs to the program, not to Python or to an installed package."""
-    if module.partition(".")[0] in (*sys.stdlib_module_names, *_LIBRARIES, "torch"):
-        return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return _INSTALLED.isdisjoint(pathlib.PurePath(file).parts)
+    return not _is_of_library(module) and _INSTALLED.isdisjoint(pathlib.PurePath(file).parts)
 
 
 def _list_codes(code: types.CodeType) -> list[types.CodeType]:

@@ -199,8 +199,8 @@ class TrainLoop(Loop[Item]):
     def __iter__(self) -> LoopStatement[Item]:
         """Return an iterator for one `for` statement; drop gradients that the previous one left without a step."""
         statement = super().__iter__()
-        has_batch = self.is_left and self._batch.step_batch is not None
-        if has_batch and self._batch.has_gradients() and not self._was_stepped():
+        is_open = self.is_left and self._batch.step_batch is not None
+        if is_open and self._batch.has_gradients() and not self._was_stepped():
             self._runtime.loops.left.note(self._position)
             self._runtime.loops.left.report()
             self.drop_gradients()

@@ -211,7 +211,7 @@ class Reader:
         for group in self._groups:
             flat = [micro.ids[feature].values for micro in micros for feature in group.features]
             flat = flat if self._asks else [part[:0] for part in flat]
-            is_wide = group.has_keys or (len(flat) > 1 and any(part.dtype != flat[0].dtype for part in flat))
+            is_wide = group.has_keys or any(part.dtype != flat[0].dtype for part in flat[1:])
             ids.append([part.astype(np.int64, copy=False) for part in flat] if is_wide else flat)
         tensors: list[Tensor] = []
         for micro in micros:

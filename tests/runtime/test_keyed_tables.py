@@ -300,7 +300,7 @@ def test_what_evictions_report_is_the_same_in_every_mode():
     assert all(one == found[0] for one in found)
 
 
-class Longest(hostdev.Eviction):
+class ReadingNorms(hostdev.Eviction):
     """Evicts nothing, and keeps the norms that it was given."""
 
     keep, every = None, 4
@@ -315,7 +315,7 @@ class Longest(hostdev.Eviction):
 
 
 def test_a_rule_reads_norms():
-    rule = Longest()
+    rule = ReadingNorms()
     table = hostdev.HostTable(None, DIM, hostdev.LazyAdam(lr=0.05), name="keyed", evict=rule, capacity=100)
     rng = np.random.default_rng(0)
     for step in range(5):  # the last step evicts nothing: the rule was asked before the fourth
