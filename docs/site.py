@@ -7,6 +7,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from mkdocs.exceptions import PluginError
+
 os.environ["COLUMNS"] = "100"
 _FIRST = ("Runtime", "HostTable", "Feature", "Bag", "DeviceTable", "CacheSpec", "EMA", "Predictor", "open")
 
@@ -65,7 +67,8 @@ def _directives(module: str, names: Sequence[str]) -> str:
     for name in names:
         one = getattr(import_module(module), name)
         hides = isinstance(one, type) and issubclass(one, SparseOptimizer)  # whose members are for the kernels
-        sections.append(f"::: {module}.{name}" + ("\n    options:\n      members: false" if hides else ""))
+        options = "\n    options:\n      members: false\n      inherited_members: false" if hides else ""
+        sections.append(f"::: {module}.{name}{options}")
     return "\n\n".join(sections)
 
 
@@ -78,7 +81,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Give each cell of a table its column's name, which extra.css shows on narrow screens."""
+    """Give each cell of a table its column's name, which extra.css shows on narrow screens.
+
+    The `::` before code in docstrings becomes a colon, or nothing where it stands alone. A page that lists a private
+    name ends the build.
+    """
+    if private := re.findall(r'id="(hostdev[\w.]*\._\w*)"', html):
+        raise PluginError(f"private names are listed: {', '.join(private)}")
+    html = html.replace("<p>::</p>\n", "").replace("::</p>", ":</p>")
     return re.sub(r"<table>.*?</table>", lambda found: _label_cells(found[0]), html, flags=re.DOTALL)
 
 

@@ -273,6 +273,15 @@ def test_cells_of_tables_have_their_columns_names():
     assert found.endswith('<tr><td data-label="a b">1</td><td data-label="c">2</td></tr></table><td>')
 
 
+def test_pages_list_no_private_names():
+    """Those that optimizers inherit were listed: without members, all that are inherited were shown."""
+    site = load_site()
+    with pytest.raises(Exception, match=r"private names are listed: hostdev\.Adagrad\._within"):
+        site.on_page_content('<h3 id="hostdev.Adagrad._within">_within</h3>')
+    assert site.on_page_content('<h3 id="hostdev.Adagrad">Adagrad</h3>').startswith("<h3")
+    assert site.on_page_content("<p>With g::</p>\n<p>::</p>\n<pre>") == "<p>With g:</p>\n<pre>"
+
+
 ROOMS_OF_NAMES = ["distributed", "errors", "frameworks", "ops", "parallel", "testing", "tracking"]
 
 
@@ -292,6 +301,28 @@ def test_every_public_name_and_option_is_in_the_reference(monkeypatch):
     assert [name for name in names if f"\n::: {name}\n" not in f"{shown}\n"] == []
     assert all(f"## hostdev {name}\n" in shown for name in commands.names())
     assert [option for option in options() if not re.search(rf"{option}\b", shown)] == []
+
+
+def test_the_page_of_names_lists_what_a_program_calls():
+    """The first names come first; members that the engine alone calls are left out, by names that exist."""
+    import hostdev
+
+    site = load_site()
+    assert re.findall(r"^::: hostdev\.(\w+)$", site.names(), re.M)[: len(site._FIRST)] == [*site._FIRST]
+    filters = re.search(r"filters: (\[.*\])", (ROOT / "mkdocs.yml").read_text())[1]
+    hidden = [re.compile(each.removeprefix("!")) for each in ast.literal_eval(filters)]
+    members = {
+        name
+        for room in [hostdev, *(getattr(hostdev, name) for name in ROOMS_OF_NAMES)]
+        for one in map(room.__dict__.get, room.__all__)
+        if isinstance(one, type)
+        for name in dir(one)
+    }
+    (by_name,) = [each.pattern for each in hidden if each.pattern.startswith("^(")]
+    assert set(by_name.strip("^()$").split("|")) <= members
+    shown = {name for name in dir(hostdev.HostTable) if not any(each.search(name) for each in hidden)}
+    assert {"apply", "lookup", "update", "writing", "weights", "step"} <= shown
+    assert not shown & {"find_ids", "rows_at", "begin_load", "describe_size", "begin_snapshot", "storage", "adopt"}
 
 
 def options():

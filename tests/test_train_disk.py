@@ -28,6 +28,7 @@ ON_DISK = ["--table-dir", "disk", "--table-memory", "200KB"]
 BOTH = pytest.mark.parametrize("kind", ["vocabulary", "raw"])
 RAW_IS_SLOW = pytest.mark.parametrize("kind", ["vocabulary", pytest.param("raw", marks=pytest.mark.slow)])
 VOCABULARY_IS_SLOW = pytest.mark.parametrize("kind", [pytest.param("vocabulary", marks=pytest.mark.slow), "raw"])
+SIZES = disk_records._CHUNK, segments_module.SEGMENT_BYTES
 BY_KEY = ["--tables", "dynamic", "--capacity", "20MiB", "--admit-count", 2, "--evict-unused", 12]
 
 
@@ -76,6 +77,22 @@ def test_the_digest_is_that_of_memory(run, every, data, tmp_path):
     assert "AUC" in run(predict, "--checkpoint", "one", *scores)
 
 
+@RAW_IS_SLOW
+def test_a_run_does_not_start_from_a_damaged_segment(run, in_process, every, tmp_path):
+    trained = [*every, "--epochs", 1, *ON_DISK]
+    run(train, *trained, "--run-dir", "one", "--checkpoint-every", 25)
+    saved = tmp_path / "one/checkpoints" / folder.names_in(tmp_path / "one/checkpoints")[0]
+    segment = next(each for each in sorted(saved.rglob("segment-*")) if each.stat().st_size)
+    content = bytearray(segment.read_bytes())
+    content[len(content) // 2] ^= 4
+    segment.write_bytes(content)
+    code, _, error = in_process(train, *trained, "--run-dir", "two", "--start-from", saved)
+    assert code == 2 and error.count("\n") == 1 and segment.name in error, error
+    assert not (tmp_path / "two").exists()
+    code, _, error = in_process(train, *trained, "--run-dir", "two", "--start-from", "one")  # whose newest is intact
+    assert code == 0, error
+
+
 @BOTH
 def test_batches_that_do_not_fit_end_no_run(in_process, every, tmp_path):
     """They take more memory for a while, which is told once and counted; the advised memory has room for all."""
@@ -93,6 +110,26 @@ def test_batches_that_do_not_fit_end_no_run(in_process, every, tmp_path):
     assert code == 0 and "has room" not in out and "Disk" not in error
     summary = json.loads((tmp_path / "two/summary.json").read_text())["disk"]
     assert not any(one["exceeded"] for one in summary.values())
+
+
+@pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize("memory", ["10MiB", "11MiB"])
+def test_wide_rows_and_little_memory(in_process, every, tmp_path, monkeypatch, memory):
+    """256 columns, batches of 300, chunks and segments of the usual size: such budgets ended a run in its middle."""
+    monkeypatch.setattr(disk_records, "_CHUNK", SIZES[0])
+    monkeypatch.setattr("hostdev.host.disk.tier.SEGMENT_BYTES", SIZES[1])
+    capacity = ["--capacity", "60MiB"] if "--capacity" in every else []
+    trained = [*every, "--batch-size", 300, "--emb-dim", 256, "--epochs", 3, *capacity]
+    assert in_process(train, *trained, "--run-dir", "memory")[0] == 0
+    on_disk = [*trained, "--run-dir", "one", "--table-dir", "disk", "--table-memory"]
+    code, _, error = in_process(train, *on_disk, memory)
+    if code:  # refused before the first step, with what would do
+        assert "step" not in error and not (tmp_path / "one").exists()
+        [memory] = re.findall(r"--table-memory (\S+)", error)
+        code, _, error = in_process(train, *on_disk, memory)
+    assert code == 0, error
+    assert digest_of(tmp_path / "one") == digest_of(tmp_path / "memory")
 
 
 @VOCABULARY_IS_SLOW

@@ -157,6 +157,9 @@ def test_a_full_table_is_saved(run, in_process, data, tmp_path):
     for name in ("one", "two"):
         run(train, *every, "--run-dir", name, "--resume", "--checkpoint-every", 50)
         assert digest_of(tmp_path / name) == digest_of(tmp_path / "whole")
+    for given, sooner in (([], "--evict-unused"), (["--evict-unused", 9000], "a smaller --evict-unused")):
+        code, _, error = in_process(train, *every, "--capacity", 450, *given, "--run-dir", f"unsaved{len(given)}")
+        assert code == 2 and f"give a larger --capacity or --admit-count, or {sooner}\n" in error
     code, _, error = in_process(train, *every, "--capacity", 9, "--run-dir", "none")
     assert code == 2 and "give a larger --capacity, or a smaller --batch-size" in error
     assert not (tmp_path / "none").exists()

@@ -5,7 +5,7 @@ A log with a limited total size is rotated: full files get numbers, and the olde
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,17 +103,21 @@ def read_evaluations(path: Path) -> Iterator[EvalLine]:
             yield EvalLine(int(place[1]), int(place[2]), *found)
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path, tell: Callable[[str], object] = str) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file, one a line; other lines, and a last line that is not complete, are left out.
+
+    Args:
+        tell: Called with the reason for each complete line that cannot be read.
 
     Raises:
         OSError: The file cannot be read.
     """
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             try:
                 found = json_files.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
+            except ValueError as error:
+                tell(f"line {number}: {error}")
                 continue
             if isinstance(found, dict):
                 yield found

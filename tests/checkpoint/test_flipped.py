@@ -174,6 +174,9 @@ def try_merge(how, disk, random, tmp_path, monkeypatch):
             found = find_newest_valid(tmp_path / "run", lambda chain: verify(chain, segments=True))
             compact.compact(found.chain, 1)
             step = found.chain[-1].manifest.step
+        elif how != "export":
+            more = ["--ranks", 2] if how == "reshard" else []
+            checkpoint.main(list(map(str, [how, tmp_path / "run", "--out", tmp_path / "out", *more])))
         else:
             command = ["export", tmp_path / "run", "--out", tmp_path / "out", "--format", "npy", "--slots"]
             checkpoint.main(list(map(str, command)))
@@ -182,8 +185,10 @@ def try_merge(how, disk, random, tmp_path, monkeypatch):
         return "refused"
     if how == "compact":
         assert newest_step(tmp_path / "run", tmp_path, monkeypatch) == step, where
-    else:  # an older one, or the newest whose damaged file is not part of it
+    elif how == "export":  # an older one, or the newest whose damaged file is not part of it
         verify(remote.newest(tmp_path / "run").chain, segments=True)
+    else:
+        verify(remote.newest(tmp_path / "out").chain, segments=True)
     return "made"
 
 
@@ -216,14 +221,16 @@ KINDS = {
     "uploads": lambda *rest: try_save(ADDRESS, *rest),
     "compact": lambda *rest: try_merge("compact", *rest),
     "export": lambda *rest: try_merge("export", *rest),
+    "merge": lambda *rest: try_merge("merge", *rest),
+    "reshard": lambda *rest: try_merge("reshard", *rest),
     "fetch": lambda *rest: try_fetch(ADDRESS, *rest),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [("folder", 1), ("store", 2), ("uploads", 3), ("increments", 4)]
-    + [pytest.param(list(KINDS)[seed % len(KINDS)], seed, marks=pytest.mark.slow) for seed in range(60)],
+    [("folder", 1), ("store", 2), ("uploads", 3), ("increments", 4), ("compact", 5), ("merge", 6), ("reshard", 7)]
+    + [pytest.param(list(KINDS)[seed % len(KINDS)], seed, marks=pytest.mark.slow) for seed in range(63)],
 )
 def test_no_damage_is_published(kind, seed, tmp_path, monkeypatch):
     random = np.random.default_rng(seed)

@@ -17,6 +17,7 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess import cli as preprocess
 from hostdev.ext.predict import cli as predict
+from hostdev.ext.serving import cli as serve
 from hostdev.ext.training import cli as train
 from tests.serving.helpers import Served
 
@@ -305,6 +306,10 @@ def test_another_statement(joined, typed, tmp_path, monkeypatch):
     pq.write_table(given, tmp_path / "given.parquet")
     found = predict_file(joined, tmp_path, "--data", tmp_path / "given.parquet", "--query", "q.sql")
     assert found["probability"].to_pylist() == expected.tolist()
+    given_to = []
+    monkeypatch.setattr("hostdev.ext.serving.command.run", given_to.append)
+    assert run(serve, "--checkpoint", joined / "run", "--query", "q.sql") == 0
+    assert given_to[0].query == sql
     with Served(joined / "run", listens=False, query=sql) as served:
         sent = [{**row, "day": None} for row in given.drop(["stars", "city"]).to_pylist()[:20]]
         assert served.predict({"rows": sent}).json["predictions"] == expected[:20].tolist()

@@ -2,6 +2,8 @@
 
 import ast
 import random
+import re
+import socket
 from collections import Counter
 
 import duckdb
@@ -12,6 +14,7 @@ from hostdev.core.errors import HostdevError, UserError
 from hostdev.data.preprocess.query import allowed
 from hostdev.data.preprocess.query.engine import Engine
 from hostdev.data.preprocess.query.source import QueryRows
+from hostdev.data.preprocess.query.statement import parse
 from tests.data import sql_queries
 
 MEMORY = 512 << 20
@@ -154,6 +157,39 @@ TIES = [
 ]
 
 
+def test_duckdb_itself_is_closed(data, tmp_path, monkeypatch):
+    """What the list of functions would let through could read, write or ask nothing but the query's own files."""
+    monkeypatch.chdir(data)
+    before, engine = listing(data), Engine(1, MEMORY, tmp_path / "spill")
+    QueryRows("SELECT * FROM 'events.parquet'", engine, 1)
+    assert engine.connection.execute("SELECT count(*) > 0 FROM 'events.parquet'").fetchone() == (True,)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/a.csv"
+        for sql in (
+            "FROM 'items.parquet'",
+            "FROM read_text('watched/a.txt')",
+            f"FROM '{address}'",
+            f"FROM read_csv('{address}')",
+            "COPY (SELECT 1) TO 'watched/a.csv'",
+            "COPY (SELECT 1) TO 'new.csv'",
+            "ATTACH 'watched/new.db'",
+            "EXPORT DATABASE 'watched/exported'",
+            "FROM enable_profiling(save_location = 'watched/a.json')",
+            "FROM enable_logging(storage = 'file', storage_path = 'watched/a.csv')",
+            "INSTALL httpfs",
+            "LOAD httpfs",
+            "SET threads = 3",
+            "SET enable_external_access = true",
+            "SET allowed_directories = ['/']",
+        ):
+            with pytest.raises(duckdb.Error):
+                engine.connection.execute(sql).fetchall()
+            assert listing(data) == before, sql
+        listener.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
 def test_ties_have_one_order(outcome, data):
     assert check(outcome, TIES, data)["accepted"] == len(TIES)
 
@@ -172,6 +208,24 @@ def test_functions_are_allowed_by_name():
     expressions = allowed.EXPRESSIONS
     assert expressions <= {name for name, _ in names} | {"!~~", "is distinct from"}
     assert {name for name, stability in names if stability == "VOLATILE"} & expressions == {"error"}
+
+
+def test_all_others_are_refused_by_name(tmp_path):
+    """Of DuckDB's own list, as functions in FROM and elsewhere; and the words that tell so."""
+    engine = Engine(1, MEMORY, tmp_path)
+    rows = engine.rows("SELECT DISTINCT lower(function_name), function_type FROM duckdb_functions() WHERE internal")
+    of_tables = {name for name, kind in rows if kind in ("table", "table_macro")}
+    others = {name for name, kind in rows if kind not in ("table", "table_macro", "pragma")} - allowed.EXPRESSIONS
+    made = {"generate_series", "json_each", "json_tree", "range", "repeat", "repeat_row", "unnest"}
+    words = {"FROM": "in FROM is refused, because only functions that read the query's files or make rows"}
+    words["SELECT"] = "is not a function that hostdev allows in a query|has a different value in each run"
+    for keyword, names in (("FROM", of_tables - allowed.READERS - made), ("SELECT", others)):
+        names = [name for name in sorted(names) if name.isidentifier() and name not in engine.aggregates]
+        assert len(names) > 60
+        for name in names:
+            with pytest.raises(UserError) as refused:
+                allowed.check(parse(engine.connection, f'{keyword} "{name}"(1)'), engine)
+            assert re.search(words[keyword], str(refused.value)), name
 
 
 @pytest.mark.parametrize("seed", [0])

@@ -242,6 +242,19 @@ def test_many_equal_times(tmp_path):
     }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "users", "times"), [(80_000, 2, 2), (300_000, 2, 3), (300_000, 5, 50)])
+def test_very_many_equal_times(tmp_path, rows, users, times):
+    """The cases that took 15 seconds, and more than 4 minutes; each row's history, beside a program of a few lines."""
+    sql = f"SELECT i, last_items(i, i % {users}, i * {times} // {rows}, 5) AS h FROM range({rows}) AS r(i)"
+    found = Engine(2, 1 << 30, tmp_path).rows(f"SELECT i, h FROM ({sql}) WHERE i % 97 = 0 ORDER BY i")
+    for i, history in found:
+        moment = i * times // rows
+        first = -(-moment * rows // times)  # the first row of this time
+        before = [j for j in range(max(0, first - 5 * users), first) if j % users == i % users]
+        assert history == before[-5:], i
+
+
 def test_the_number_of_last_items_is_a_constant(tmp_path):
     sql = "SELECT last_items(i, u, t, i) FROM (SELECT 1 AS i, 2 AS u, 3 AS t)"
     with pytest.raises(UserError, match="last_items"):

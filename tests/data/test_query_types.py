@@ -143,6 +143,19 @@ def test_fields_of_json(rows, tmp_path):
     assert rows("SELECT f, json_type(f) AS kind FROM 'f.json'")[0] == {"f": "a1", "kind": "VARCHAR"}
 
 
+def test_late_numbers_of_one_json_file(tmp_path, monkeypatch):
+    """And a field of texts and numbers, whose raw rows get the ids of training when they are served."""
+    monkeypatch.chdir(tmp_path)
+    lines = [{"u": "a1", "y": 3}] * LATE + [{"u": 7, "y": 3.5}] * 100 + [{"u": "a1", "y": 4}] * 100
+    write_json(tmp_path / "f.json", lines)
+    write(tmp_path / "f.csv", [("u", "y"), *[(str(line["u"]), str(line["y"])) for line in lines]])
+    roles = ("--label", "y", "--positive", ">3.9", "--categorical", "u")
+    same_as_table(tmp_path, "'f.json'", ["f.csv"], *roles)
+    write(tmp_path / "few.csv", [("u",), ("a1",), ("7",), ("b",)])
+    [ids] = served(tmp_path / "query", tmp_path / "few.csv")
+    assert len({str(one) for one in ids}) == 3  # a1, 7, and what is unknown
+
+
 def test_several_json_files(rows, tmp_path):
     write_json(tmp_path / "f1.json", [{"u": 1, "v": 3}] * 3)
     write_json(tmp_path / "f2.json", [{"u": "x", "v": 3.5, "w": "007"}])

@@ -311,6 +311,25 @@ def test_a_search_for_a_learning_rate(tmp_path, with_plugin, search):
     assert weights(other) == weights(runtime)
 
 
+@pytest.mark.parametrize("with_plugin", [False, True])
+def test_a_search_for_a_batch_size(tmp_path, with_plugin):
+    """The steps of its trials are undone in the tables too, or told of."""
+    runtime = make_runtime()
+    module, before = Tuned(runtime), weights(runtime)
+    module.batch_size = 8
+    module.train_dataloader = lambda: runtime.train_loader(loader(), ids=ids)
+    module.val_dataloader = lambda: runtime.predict_loader(loader(), ids=ids)
+    trainer = make_trainer(tmp_path, runtime if with_plugin else None)
+    tuner = lightning.pytorch.tuner.Tuner(trainer)
+    tuner.scale_batch_size(module, mode="power", steps_per_trial=3, max_trials=2)
+    assert runtime.tables["user"].step == (0 if with_plugin else 6)
+    if with_plugin:
+        assert weights(runtime) == before
+        return
+    with pytest.warns(UserWarning, match=TOLD):
+        trainer.fit(module)
+
+
 def best_of(folder, with_plugin, **options):
     """Return a module and a Trainer after two epochs, with a checkpoint of the first."""
     runtime = make_runtime()

@@ -108,6 +108,27 @@ def test_tables_of_a_program(saved, in_process):
         np.testing.assert_array_equal(index.reconstruct_n(0, index.ntotal), model[name].lookup(ids))
 
 
+class FewRows(list):
+    """What an index is named after."""
+
+    def __init__(self, table, space):
+        super().__init__(range(4))
+        self.table, self.space, self.dim, self.has_names = table, space, 2, True
+
+
+def test_names_that_become_equal_stay_distinct(tmp_path, monkeypatch):
+    """A table `a` with a column `b.c`, and a table `a.b` with a column `c`."""
+    monkeypatch.setattr(faiss_export, "_fill", lambda *given: given[3].write_text(given[2].space) and 0)
+    monkeypatch.setattr(faiss_export, "_check", lambda *given: 1.0)
+    options = faiss_export.FaissOptions(None, None, "flat", "cosine")
+    named = {}
+    for table, space in (("a", "b.c"), ("a.b", "c")):
+        entry, _ = faiss_export._write_index(faiss, options, FewRows(table, space), tmp_path, None)
+        named[space] = entry["index"]
+    assert {space: (tmp_path / name).read_text() for space, name in named.items()} == {"b.c": "b.c", "c": "c"}
+    assert named["b.c"] == "a.b.c.faiss"
+
+
 def test_a_wrong_index_is_told(run, in_process, monkeypatch):
     monkeypatch.setattr(faiss_export, "as_vectors", lambda weights, metric: np.ascontiguousarray(weights[:, ::-1] + 1))
     code, out, error = in_process(checkpoint, "export", run, "--format", "faiss", "--out", "out")

@@ -111,6 +111,9 @@ def test_numbers_that_are_damaged(file, tmp_path):
         page = make([run])
         if text == texts[0] and file.endswith(".json"):
             assert f"run: {file} cannot be read: a number has more than 64 bits" in text_of(page)
+        elif text == texts[0]:
+            told = f"run: {file}, line {len(lines) + 1}: a number has more than 64 bits; damaged lines, which are left"
+            assert f"{told} out: 1" in text_of(page)
 
 
 def test_a_run_that_trains_and_one_that_was_killed(tmp_path):

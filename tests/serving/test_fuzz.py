@@ -189,6 +189,8 @@ LARGE = {
     "bag": lambda: bag_of(b"1"),
     "bag of texts": lambda: bag_of(b'"ab"'),
     "a long text": lambda: b'["' + b"\\n" * 8_000_000 + b'"]',
+    "a long text with an emoji": lambda: b'["' + "😀".encode() + b"a" * 16_000_000 + b'"]',
+    "a column of rows": lambda: filled(b'{"columns":{"user":[', b'["u1"]', b"]}}"),
     "names": lambda: b"{" + b",".join(b'"%06d":1' % i for i in range(1_300_000)) + b"}",
     "a name twice": lambda: filled(b"{", b'"a":0', b"}"),
     "rows": lambda: json.dumps({"rows": as_rows(FILMS) * (65_536 // 4)}).encode(),

@@ -64,6 +64,10 @@ def test_ctrl_c(film_run, tmp_path):
     with started(film_run, tmp_path / "work") as (process, address):
         found = ask(address, "/v1/predict", {"columns": FILMS})["predictions"]
         assert bits(found) == bits(hostdev.Predictor(film_run)(FILMS))
+        with pytest.raises(urllib.error.HTTPError) as refused:  # by a name that a web page points to this machine
+            ask(address, "/v2", headers={"Host": "evil.example"})
+        assert refused.value.code == 403
+        refused.value.close()
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     assert errors(tmp_path / "work") == "hostdev.serving: interrupted\n"
@@ -215,6 +219,7 @@ def test_tls_and_a_token_on_another_address(film_run, tmp_path):
         assert refused.value.code == 401
         refused.value.close()
         request.add_header("Authorization", "Bearer s3cret")
+        request.add_header("Host", "a.name.of.a.proxy")  # with a token, any name is accepted
         with urllib.request.urlopen(request, context=context, timeout=60) as answer:
             assert json.loads(answer.read())["name"] == "hostdev"
         process.terminate()

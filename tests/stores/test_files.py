@@ -3,6 +3,7 @@
 import io
 import threading
 import time
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 from hostdev.core import stores
 from hostdev.core.addresses import source_path
 from hostdev.core.errors import StoreError, UserError
+from hostdev.core.stores import Store
+from hostdev.data.preprocess import cli as preprocess
 from hostdev.data.preprocess import places
 
 SIZE = 20_000
@@ -125,3 +128,36 @@ def test_what_is_known_of_files(content):
     with pytest.raises(UserError, match="not the address of a file"):
         places.StoreFile(source_path("memory://raw"), 1)
     assert not places.is_file(source_path("memory://raw"))
+
+
+def test_preparation_that_goes_on_compares_what_it_sent(tmp_path, monkeypatch):
+    """A file that was damaged in the store since then is sent again, and only that one."""
+    how = ["synthetic", "--rows", "3000", "--threshold", "1", "--rows-per-shard", "500", "--out"]
+    monkeypatch.chdir(tmp_path)
+    preprocess.main([*how, "here"])
+    memory, put, sent = fsspec.filesystem("memory"), Store.put, []
+
+    def fail_at_last(store, path, name):
+        if name == "manifest.json" and not sent.count(name):
+            sent.append(name)
+            raise StoreError("the network is gone")
+        sent.append(name)
+        return put(store, path, name)
+
+    monkeypatch.setattr(Store, "put", fail_at_last)
+    with pytest.raises(StoreError, match="the network is gone"):
+        preprocess.main([*how, "memory://prepared/data"])
+    damaged = next(name for name in sorted(memory.find("/prepared/data")) if "/train/" in name)
+    content = bytearray(memory.cat_file(damaged))
+    content[len(content) // 2] ^= 1
+    memory.pipe_file(damaged, bytes(content))
+    sent.clear()
+    sent.append("manifest.json")
+    preprocess.main([*how, "memory://prepared/data"])
+    assert set(sent[1:]) - {"rejected.tsv"} == {damaged.removeprefix("/prepared/data/"), "manifest.json"}
+    here = {str(path.relative_to("here")): path.read_bytes() for path in Path("here").rglob("*") if path.is_file()}
+    there = {name.removeprefix("/prepared/data/"): memory.cat_file(name) for name in memory.find("/prepared/data")}
+    assert {name: there[name] for name in there if name != "manifest.json"} == {
+        name: here[name] for name in here if name != "manifest.json"
+    }
+    memory.rm("/prepared", recursive=True)

@@ -5,7 +5,7 @@ The lines of scores.jsonl give the calibration and the distribution of predictio
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -195,11 +195,16 @@ def _read(path: Path, name: str) -> RunData:
             notes.append(clean(f"{name}: {file} cannot be read: {reason}"))
             return otherwise
 
+    def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+        damaged: list[str] = []
+        yield from run_files.read_json_lines(file, damaged.append)
+        if damaged:
+            notes.append(clean(f"{name}: {file.name}, {damaged[0]}; damaged lines, which are left out: {len(damaged)}"))
+
     summary, config = (table(read(file, json_files.read, {})) for file in (run_files.SUMMARY, run_files.CONFIG))
     is_running = _is_running(path)
     summary = {} if is_running else summary  # a run that trains may have an older summary, if it was resumed
-    none: tuple[dict[str, Any], int] = {}, 0
-    ops, calls = (table(summary, "ops"), 0) if summary else read(run_files.OPS_LOG, _read_last_ops, none)
+    ops, calls = (table(summary, "ops"), 0) if summary else read(run_files.OPS_LOG, _read_last_ops, ({}, 0))
     status = RUNNING if is_running else clean(str(entry(summary, "status") or KILLED))
     return RunData(
         name=name,
@@ -209,8 +214,8 @@ def _read(path: Path, name: str) -> RunData:
         summary=summary,
         losses=read(run_files.LOSS_LOG, run_files.read_losses, np.empty((0, 4))),
         evaluations=read(run_files.EVAL_LOG, lambda file: list(run_files.read_evaluations(file)), []),
-        scores=read(run_files.SCORES_LOG, lambda file: newest(run_files.read_json_lines(file)), {}),
-        files=read(run_files.FILES_LOG, lambda file: list(run_files.read_json_lines(file)), []),
+        scores=read(run_files.SCORES_LOG, lambda file: newest(read_lines(file)), {}),
+        files=read(run_files.FILES_LOG, lambda file: list(read_lines(file)), []),
         set_aside=read(run_files.ASIDE_LOG, _count_aside, 0),
         ranks=_read_ranks(path, read),
         ops=ops,
@@ -223,10 +228,8 @@ def _read(path: Path, name: str) -> RunData:
 def _is_running(path: Path) -> bool:
     """Return whether a process trains in the run directory; if none does, this takes the log's lock for a moment."""
     try:
-        loss = path / run_files.LOSS_LOG
-        if (path / run_files.SUMMARY).exists() and (
-            path / run_files.SUMMARY
-        ).stat().st_mtime_ns > loss.stat().st_mtime_ns:
+        loss, summary = path / run_files.LOSS_LOG, path / run_files.SUMMARY
+        if summary.exists() and summary.stat().st_mtime_ns > loss.stat().st_mtime_ns:
             return False
         with loss.open("rb") as file:
             return locks.lock_state(file.fileno()) == "held"

@@ -20,7 +20,7 @@ _ERRORS = {
     "503": "The queue is full, or the server is ending; try again.",
 }
 _STYLE = """
-:root { color-scheme: light dark }
+:root { color-scheme: light dark } td:nth-child(2):nth-last-child(2) { overflow-wrap: anywhere }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; width: 100%; display: block; overflow-x: auto; margin-bottom: 1.5rem }
 th, td { text-align: left; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid #8886; vertical-align: top }
