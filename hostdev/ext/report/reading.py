@@ -204,7 +204,7 @@ def _read(path: Path, name: str) -> RunData:
     summary, config = (table(read(file, json_files.read, {})) for file in (run_files.SUMMARY, run_files.CONFIG))
     is_running = _is_running(path)
     summary = {} if is_running else summary  # a run that trains may have an older summary, if it was resumed
-    ops, calls = (table(summary, "ops"), 0) if summary else read(run_files.OPS_LOG, _read_last_ops, ({}, 0))
+    ops, calls = (table(summary, "ops"), 0) if summary else read(run_files.OPS_LOG, _read_ops, (dict[str, Any](), 0))
     status = RUNNING if is_running else clean(str(entry(summary, "status") or KILLED))
     return RunData(
         name=name,
@@ -251,7 +251,7 @@ def _read_ranks(path: Path, read: Callable[[str, Callable[[Path], Any], Any], An
     return {rank: summary for rank, summary in found.items() if summary}
 
 
-def _read_last_ops(path: Path) -> tuple[dict[str, Any], int]:
+def _read_ops(path: Path) -> tuple[dict[str, Any], int]:
     """Return the times of the last calls in ops.log in the form of summary.json, and the number of these calls."""
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
