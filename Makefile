@@ -8,7 +8,7 @@ ARGS ?=
 # Modules are installed as sources. If an image forbids to write bytecode, each process would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-fast test-processes test-device test-slow bench bench-peers device-report checks docs lint types kernels wheel venv clean
+.PHONY: train test test-cpu test-fast test-processes test-device test-slow bench bench-peers device-report checks docs lint types kernels wheel venv clean
 
 train: $(VENV)/.ready
 	@$(BIN)/python -m hostdev.train.quickstart $(if $(CRITEO),--criteo "$(CRITEO)") $(ARGS)
@@ -16,8 +16,8 @@ train: $(VENV)/.ready
 # The rungs, the quickest first. Each test is in one of them. What waits for no test runs beside those that wait most.
 test: $(VENV)/.ready
 	@$(MAKE) --no-print-directory --jobs 2 kernels
-	@$(MAKE) --no-print-directory test-fast
-	@$(MAKE) --no-print-directory --jobs 2 test-processes types docs
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory --jobs 2 test-cpu types docs
 	@$(MAKE) --no-print-directory --jobs 2 test-device wheel
 
 # Two tests at a time. Torch's threads of one must not spin while they wait: the other's would have no core.
@@ -45,6 +45,10 @@ test-fast: lint
 # Everything else on the CPU: whole trainings, commands, several processes, changed files.
 test-processes: $(VENV)/.ready
 	$(PYTEST) -m "not slow" $(FAST:%=--ignore=%)
+
+# Both, the fast ones first, with one start of pytest's workers.
+test-cpu: $(VENV)/.ready
+	$(PYTEST) -m "not slow" $(FAST) tests
 
 # On a simulated accelerator, in a process of its own: it is registered with torch for the whole process.
 ON_DEVICE = $(PYTEST) -p tests.standin.plugin

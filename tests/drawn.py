@@ -6,7 +6,7 @@ Values without it are always tried: the simplest and the strongest. HOSTDEV_DRAW
 "all" tries all.
 
 A quick rung spends about BUDGET seconds, on average, on a function that is in tests/seconds.json, which
-`python -m tests.durations --record` writes: the CPU seconds of one case, by function. It draws so many cases, and a
+`python -m tests.durations --record` writes: the seconds of one case, by function. It draws so many cases, and a
 function whose single case takes longer on some commits only. The mark `always`, and the files of ALWAYS, are left out.
 
 On the simulated accelerator all cases are to draw from, except those in tests/device, of random models, and of the
@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "HOSTDEV_DRAW"
-BUDGET = 0.7  # CPU seconds
+BUDGET = 0.4  # seconds
 ALWAYS = ("typing/", "modes/", "device/test_faults", "test_command_lines", "test_house", "test_names", "test_packaging")
 SECONDS = Path(__file__).parent / "seconds.json"
 COVERED = Path(__file__).parent / "standin/covered.json"
