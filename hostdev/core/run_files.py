@@ -103,7 +103,7 @@ def read_evaluations(path: Path) -> Iterator[EvalLine]:
             yield EvalLine(int(place[1]), int(place[2]), *found)
 
 
-def read_json_lines(path: Path, tell: Callable[[str], object] = str) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path, tell: Callable[[str], object] = lambda why: None) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file, one a line; other lines, and a last line that is not complete, are left out.
 
     Args:

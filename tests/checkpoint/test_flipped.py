@@ -163,7 +163,7 @@ def try_save(place, disk, random, tmp_path, monkeypatch):
 
 
 def try_merge(how, disk, random, tmp_path, monkeypatch):
-    """Compaction and exports of a folder with a damaged file."""
+    """Compaction, exports, merges and resharding of a folder with a damaged file."""
     run = Run(tmp_path, tmp_path / "run", disk)
     with run.runtime:
         run.save()
@@ -174,12 +174,9 @@ def try_merge(how, disk, random, tmp_path, monkeypatch):
             found = find_newest_valid(tmp_path / "run", lambda chain: verify(chain, segments=True))
             compact.compact(found.chain, 1)
             step = found.chain[-1].manifest.step
-        elif how != "export":
-            more = ["--ranks", 2] if how == "reshard" else []
-            checkpoint.main(list(map(str, [how, tmp_path / "run", "--out", tmp_path / "out", *more])))
         else:
-            command = ["export", tmp_path / "run", "--out", tmp_path / "out", "--format", "npy", "--slots"]
-            checkpoint.main(list(map(str, command)))
+            more = {"export": ["--format", "npy", "--slots"], "reshard": ["--ranks", 2], "merge": []}[how]
+            checkpoint.main(list(map(str, [how, tmp_path / "run", "--out", tmp_path / "out", *more])))
     except HostdevError:
         assert not (tmp_path / "out").exists(), where
         return "refused"

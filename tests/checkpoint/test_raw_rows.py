@@ -306,10 +306,10 @@ def test_another_statement(joined, typed, tmp_path, monkeypatch):
     pq.write_table(given, tmp_path / "given.parquet")
     found = predict_file(joined, tmp_path, "--data", tmp_path / "given.parquet", "--query", "q.sql")
     assert found["probability"].to_pylist() == expected.tolist()
-    given_to = []
-    monkeypatch.setattr("hostdev.ext.serving.command.run", given_to.append)
+    served_with = []
+    monkeypatch.setattr("hostdev.ext.serving.command.run", served_with.append)
     assert run(serve, "--checkpoint", joined / "run", "--query", "q.sql") == 0
-    assert given_to[0].query == sql
+    assert served_with[0].query == sql
     with Served(joined / "run", listens=False, query=sql) as served:
         sent = [{**row, "day": None} for row in given.drop(["stars", "city"]).to_pylist()[:20]]
         assert served.predict({"rows": sent}).json["predictions"] == expected[:20].tolist()

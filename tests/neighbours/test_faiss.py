@@ -118,7 +118,12 @@ class FewRows(list):
 
 def test_names_that_become_equal_stay_distinct(tmp_path, monkeypatch):
     """A table `a` with a column `b.c`, and a table `a.b` with a column `c`."""
-    monkeypatch.setattr(faiss_export, "_fill", lambda *given: given[3].write_text(given[2].space) and 0)
+
+    def fill(faiss, options, rows, path, names, progress):
+        path.write_text(rows.space)
+        return 0
+
+    monkeypatch.setattr(faiss_export, "_fill", fill)
     monkeypatch.setattr(faiss_export, "_check", lambda *given: 1.0)
     options = faiss_export.FaissOptions(None, None, "flat", "cosine")
     named = {}

@@ -5,7 +5,7 @@ The lines of scores.jsonl give the calibration and the distribution of predictio
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -216,7 +216,7 @@ def _read(path: Path, name: str) -> RunData:
         evaluations=read(run_files.EVAL_LOG, lambda file: list(run_files.read_evaluations(file)), []),
         scores=read(run_files.SCORES_LOG, lambda file: newest(read_lines(file)), {}),
         files=read(run_files.FILES_LOG, lambda file: list(read_lines(file)), []),
-        set_aside=read(run_files.ASIDE_LOG, _count_aside, 0),
+        set_aside=read(run_files.ASIDE_LOG, lambda file: _count_aside(read_lines(file)), 0),
         ranks=_read_ranks(path, read),
         ops=ops,
         ops_calls=calls,
@@ -237,9 +237,9 @@ def _is_running(path: Path) -> bool:
         return False
 
 
-def _count_aside(path: Path) -> int:
-    """Return the number of files in set_aside.jsonl that were set aside; lines about later changes do not count."""
-    return sum(line.get("why") not in (run_files.GROWN, run_files.REPLACED) for line in run_files.read_json_lines(path))
+def _count_aside(lines: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of files that lines of set_aside.jsonl set aside; lines about later changes do not count."""
+    return sum(line.get("why") not in (run_files.GROWN, run_files.REPLACED) for line in lines)
 
 
 def _read_ranks(path: Path, read: Callable[[str, Callable[[Path], Any], Any], Any]) -> dict[int, dict[str, Any]]:

@@ -20,10 +20,11 @@ _ERRORS = {
     "503": "The queue is full, or the server is ending; try again.",
 }
 _STYLE = """
-:root { color-scheme: light dark } td:nth-child(2):nth-last-child(2) { overflow-wrap: anywhere }
+:root { color-scheme: light dark }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; width: 100%; display: block; overflow-x: auto; margin-bottom: 1.5rem }
 th, td { text-align: left; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid #8886; vertical-align: top }
+td:nth-child(2):nth-last-child(2) { overflow-wrap: anywhere } /* paths, the second of three columns */
 pre { padding: .8rem; border: 1px solid #8886; border-radius: .3rem; white-space: pre-wrap; overflow-wrap: anywhere }
 """
 
@@ -145,8 +146,7 @@ def write(document: dict[str, Any], name: str, model: ServedModel, address: str)
     inputs = [(one.name, one.kind, one.datatype, str(list(one.shape)), _how(one)) for one in model.inputs.values()]
     row = {one.name: _example(one) for one in model.inputs.values()}
     body = shlex.quote(json.dumps({"rows": [row]}))
-    end = shlex.quote(f"{address}/v1/predict")
-    command = f"curl -H 'Content-Type: application/json' {end} -d {body}"
+    command = f"curl -H 'Content-Type: application/json' {shlex.quote(f'{address}/v1/predict')} -d {body}"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(name)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style>'
